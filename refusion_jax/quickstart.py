@@ -27,7 +27,6 @@ from refusion_jax.cli.errors import UserError
 from refusion_jax.config.run_config import read_config
 from refusion_jax.data import tasks
 from refusion_jax.data.interface import Tokenizer
-from refusion_jax.decoding.auxiliary import missing
 from refusion_jax.decoding.player import page
 from refusion_jax.decoding.requests import prepare
 from refusion_jax.decoding.settings import Settings
@@ -64,7 +63,7 @@ def report(
     """
     tokenizer, names = load_tokenizer(workdir), decoders_for(read_config(workdir).objective)
     settings = {name: DecodeSettings(name, max_new_tokens=MAX_NEW_TOKENS, **given) for name in names}
-    names = [name for name in names if not missing(settings[name])]
+    names = [n for n in names if all(getattr(settings[n], other) for other in settings[n].auxiliary_models)]
     models = {name: load_for(workdir, settings[name]) for name in names}
     measured = {name: measure(settings[name], models[name], tokenizer, problems) for name in names}
     return (

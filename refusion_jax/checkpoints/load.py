@@ -18,7 +18,7 @@ from refusion_jax.cli.errors import SettingError, UserError
 from refusion_jax.data.fast_tokenizer import find_tokenizer_file, first_difference, load_tokenizer_file
 from refusion_jax.data.interface import Tokenizer
 from refusion_jax.data.tokenizer import MASK_PIECE
-from refusion_jax.decoding.auxiliary import check_vocabulary, lacking, missing, with_auxiliaries
+from refusion_jax.decoding.auxiliary import check_auxiliaries, check_vocabulary, with_auxiliaries
 from refusion_jax.decoding.settings import Settings
 from refusion_jax.distributed.sharding import make_mesh
 from refusion_jax.distributed.storage import absolute
@@ -82,8 +82,7 @@ def load_for(
       SettingError: where one of them is not named, or has another tokenizer.
     """
     auxiliary = {}
-    for name in missing(settings):
-        raise lacking(settings, name)
+    check_auxiliaries(settings, settings)
     for name in settings.auxiliary_models:
         other = getattr(settings, name)
         check_vocabulary(name, other, read_model_config(epath.Path(path)), read_model_config(epath.Path(other)))

@@ -58,23 +58,16 @@ def in_vocabulary(logits: Float32[Array, "B T U"], size: int) -> Float32[Array, 
     return jnp.pad(logits, ((0, 0), (0, 0), (0, max(size - logits.shape[2], 0))))[:, :, :size]
 
 
-def missing(settings: Settings) -> list[str]:
-    """Names of the auxiliary models for which no checkpoint is set."""
-    return [name for name in settings.auxiliary_models if not getattr(settings, name)]
+def check_auxiliaries(there: Transformer | Settings, settings: Settings) -> None:
+    """Refuses a decoder without an auxiliary model that it needs.
 
-
-def check_auxiliaries(model: Transformer, settings: Settings) -> None:
-    """Refuses a model without an auxiliary one which the decoder needs.
+    Args:
+      there: what has them as attributes: a model, or the settings with their checkpoints.
+      settings: of the decoder.
 
     Raises:
       SettingError: naming the first that is missing.
     """
     for name in settings.auxiliary_models:
-        if not isinstance(model, WithAuxiliaries) or name not in model.names:
-            raise lacking(settings, name)
-
-
-def lacking(settings: Settings, name: str) -> SettingError:
-    """The error for a user who has not given an auxiliary model."""
-    why = f"the decoder {settings.method!r} needs a model here, a run with the same tokenizer"
-    return SettingError("decode", name, getattr(settings, name), why)
+        if not getattr(there, name, None):
+            settings.refuse(name, f"the decoder {settings.method!r} needs a model here, a run with the same tokenizer")

@@ -159,33 +159,6 @@ def prefill_chunk(requests: Sequence[Request]) -> int:
     return min(_CHUNK, rounded_up(max(len(request.given[0]) for request in requests)))
 
 
-def check_no_templates(requests: Sequence[Request]) -> None:
-    """Refuses templates, for decoders that only append to what is given.
-
-    Raises:
-      UserError: naming the request.
-    """
-    for request in requests:
-        if request.template:
-            raise UserError(
-                f"{request.name}: the decoder {request.settings.method!r} only writes after what is given; it cannot "
-                f"fill templates"
-            )
-
-
-def check_same_program(requests: Sequence[Request]) -> None:
-    """Refuses requests that differ in a compiled setting.
-
-    Raises:
-      UserError: naming the request and the setting.
-    """
-    settings = requests[0].settings
-    for request in requests:
-        for name in ("method", *sorted(scope(type(settings), "compiled") - {"method"})):
-            if getattr(request.settings, name) != getattr(settings, name):
-                raise UserError(f"{request.name}: {name} must be the same for all prompts of a call")
-
-
 def prepare(requests: Sequence[Sequence[int] | Request], settings: Settings, model: ModelConfig) -> list[Request]:
     """Checks prompts and requests, and completes their settings.
 

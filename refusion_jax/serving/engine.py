@@ -22,11 +22,10 @@ from refusion_jax.decoding.constrained import Matcher, batch_type
 from refusion_jax.decoding.queue import batch_rows, mesh_of
 from refusion_jax.decoding.requests import Request, check_tokens, prepare
 from refusion_jax.decoding.settings import Settings
-from refusion_jax.model.one_cpu import for_one_cpu
 from refusion_jax.model.transformer import Transformer
 from refusion_jax.serving.jobs import BusyError, FailedError, Job
 from refusion_jax.serving.sizes import kept_blocks
-from refusion_jax.systems.api import decoder_for
+from refusion_jax.systems.api import as_decoded, decoder_for
 
 LOOK = 8  # forwards between two reports to those who are shown an answer as it is written
 SOON = 2  # the same while a row is free, for whoever comes
@@ -78,11 +77,7 @@ class Engine:
         )
         self._decoder = decoder = decoder_for(self._largest, model.config)
         self._model, self._second, self._making, self._prefix_cache = model, None, threading.Lock(), prefix_cache
-        model = (
-            for_one_cpu(model, settings.weights)
-            .rounded(settings.weights, settings.cache)
-            .with_head_rows(settings.head_rows)
-        )
+        model = as_decoded(model, settings)
         self.rows = batch_rows(rows, rows, mesh_of(model))
         blocks = kept_blocks(model, decoder, self.rows, prefix_cache)
         self._empty = functools.partial(batch_type(decoder), model, decoder, self._largest[0], self.rows, blocks, True)

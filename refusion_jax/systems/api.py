@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from refusion_jax.cli.errors import SettingError, UserError
-from refusion_jax.cli.settings import Setting, declared
+from refusion_jax.cli.settings import Setting, declared, scope
 from refusion_jax.data.interface import Tokenizer
 from refusion_jax.decoding import queue
 from refusion_jax.decoding.answers import Answer
@@ -17,7 +17,7 @@ from refusion_jax.decoding.constrained import Constrained, batch_type
 from refusion_jax.decoding.decoder import Decoder
 from refusion_jax.decoding.player import Decodings
 from refusion_jax.decoding.prompts import to_record
-from refusion_jax.decoding.requests import Request, check_no_templates, check_same_program, prepare
+from refusion_jax.decoding.requests import Request, prepare
 from refusion_jax.decoding.settings import Settings
 from refusion_jax.decoding.stops import Stops
 from refusion_jax.decoding.trajectory import Trajectory
@@ -155,12 +155,14 @@ def stream(
     settings = requests[0].settings
     check_auxiliaries(model, settings)
     decoder = decoder or decoder_for(requests, model.config)
-    model = (
-        for_one_cpu(model, settings.weights)
-        .rounded(settings.weights, settings.cache)
-        .with_head_rows(settings.head_rows)
-    )
+    model = as_decoded(model, settings)
     return queue.stream(model, decoder, requests, settings.batch_size, is_over, watch, record, batch_type(decoder))
+
+
+def as_decoded(model: Transformer, settings: Settings) -> Transformer:
+    """The model in the precision, with the output head and in the layout that it is decoded with."""
+    model = for_one_cpu(model, settings.weights).rounded(settings.weights, settings.cache)
+    return model.with_head_rows(settings.head_rows)
 
 
 def play(
@@ -182,9 +184,14 @@ def decoder_for(requests: Sequence[Request], model: ModelConfig) -> Decoder:
     Raises:
       UserError: where it cannot serve them together.
     """
-    check_same_program(requests)
-    decoder = find_decoder(requests[0].settings.method)
-    if not decoder.fills_gaps:
-        check_no_templates(requests)
+    settings = requests[0].settings
+    decoder = find_decoder(settings.method)
+    for request in requests:
+        for name in ("method", *sorted(scope(type(settings), "compiled") - {"method"})):
+            if getattr(request.settings, name) != getattr(settings, name):
+                raise UserError(f"{request.name}: {name} must be the same for all prompts of a call")
+        if request.template and not decoder.fills_gaps:
+            why = "only writes after what is given; it cannot fill templates"
+            raise UserError(f"{request.name}: the decoder {settings.method!r} {why}")
     own = decoder.for_requests(requests, model)
     return own if all(request.grammar is None for request in requests) else Constrained.of(own, requests, model)
