@@ -319,6 +319,7 @@ def main() -> None:
                 [requests[i] for i in todo],
                 asked.decoder,
                 watch=(lambda _, answer: screen.show(answer)) if screen else None,
+                every=1,
                 record=watched.record if watched else None,
             )
             if screen:

@@ -13,6 +13,7 @@ from flax import nnx
 from refusion_jax import UserError, decode
 from refusion_jax.decoding import cache as kv
 from refusion_jax.decoding import memory, queue
+from refusion_jax.decoding.answers import Answer
 from refusion_jax.decoding.queue import mesh_of
 from refusion_jax.decoding.requests import Given, Request, prepare
 from refusion_jax.decoding.stops import Stops
@@ -106,12 +107,12 @@ def test_an_answer_that_the_caller_ends_frees_its_row_and_says_what_it_would_hav
     whole = dict(stream(model, requests))
     asked = []
 
-    def is_over(index: int, tokens: list[int]) -> bool:
+    def is_over(index: int, answer: Answer) -> bool:
         asked.append(index)
-        assert whole[index].tokens[: len(tokens)] == tokens
-        return index % 2 == 0 and len(tokens) >= 7
+        assert whole[index].tokens[: len(answer.tokens)] == answer.tokens
+        return index % 2 == 0 and len(answer.tokens) >= 7
 
-    ended = dict(stream(model, requests, is_over=is_over))
+    ended = dict(stream(model, requests, watch=is_over))
     for index, answer in ended.items():
         if index % 2:
             assert answer == whole[index]

@@ -369,7 +369,7 @@ def test_an_answer_is_the_same_when_watched_and_every_forward_is_seen_and_record
     def watch(i, now):
         seen.setdefault(i, {})[now.forwards] = len(now.commit_order)
 
-    answers, forwards = recorded(model, requests, watch=watch)
+    answers, forwards = recorded(model, requests, watch=watch, every=1)
     assert answers == dict(stream(model, requests))
     assert recorded(model, requests) == (answers, forwards)  # many forwards at a time
     for i, answer in answers.items():

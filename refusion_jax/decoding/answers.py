@@ -25,22 +25,17 @@ def read_answer(
 ) -> Answer:
     """The answer in the record of one row; one that the caller has stopped ends at its first gap."""
     positions, tokens = record.positions[: record.count].tolist(), record.tokens[: record.count].tolist()
+    text = dict(zip(positions, tokens, strict=True))
+    end = min((at for at, token in text.items() if token == eos_id), default=None)
+    text |= {at: token for token, at in zip(*request.given, strict=True) if at >= len(request.prompt)}
+    places = [at for at in sorted(text) if end is None or at <= end]
+    if is_ended:
+        places = [at for number, at in enumerate(places, len(request.prompt)) if number == at]
     return Answer(
-        tokens=reading_order(request, record, eos_id, is_ended),
+        tokens=[text[at] for at in places],
         commit_order=positions,
         commit_tokens=tokens,
         forwards=int(forwards),
         rounds=int(rounds),
         finish_reason="stop" if is_ended else "eos" if eos_id in tokens else "length",
     )
-
-
-def reading_order(request: Request, record: Record, eos_id: int, to_gap: bool) -> list[int]:
-    """The tokens after the prompt, through the first EOS; with `to_gap` only those before the first gap."""
-    text = dict(zip(record.positions[: record.count].tolist(), record.tokens[: record.count].tolist(), strict=True))
-    end = min((at for at, token in text.items() if token == eos_id), default=None)
-    text |= {at: token for token, at in zip(*request.given, strict=True) if at >= len(request.prompt)}
-    places = [at for at in sorted(text) if end is None or at <= end]
-    if to_gap:
-        places = [at for number, at in enumerate(places, len(request.prompt)) if number == at]
-    return [text[at] for at in places]

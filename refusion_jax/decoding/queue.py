@@ -22,7 +22,7 @@ from jaxtyping import Bool, Int32
 from refusion_jax.cli.errors import UserError
 from refusion_jax.decoding import cache as kv
 from refusion_jax.decoding import prefixes
-from refusion_jax.decoding.answers import Answer, read_answer, reading_order
+from refusion_jax.decoding.answers import Answer, read_answer
 from refusion_jax.decoding.decoder import Decoder, State
 from refusion_jax.decoding.memory import REFILL, admissions, check_memory, room_besides
 from refusion_jax.decoding.prefixes import Newcomers, newcomers
@@ -45,15 +45,15 @@ def stream(
     decoder: Decoder,
     requests: Sequence[Request],
     batch_size: int,
-    is_over: Callable[[int, list[int]], bool] | None = None,
     watch: Callable[[int, Answer], object] | None = None,
+    every: int = LOOK,
     record: Callable[[int, Trajectory], object] | None = None,
     batch_type: type["RunningBatch"] | None = None,
 ) -> Iterator[tuple[int, Answer]]:
     """Decodes a queue of requests and yields (index of the request, its answer) as answers finish.
 
     The longest texts are decoded first, since a long one at the end would run while the other rows are idle. An answer
-    does not depend on the other requests, except that one stopped by `is_over` may be a few forwards longer.
+    does not depend on the other requests, except that one stopped by `watch` may be a few forwards longer.
 
     Args:
       model: from `load_model`. The batch is split over the mesh of its weights; all hosts of that mesh must call this
@@ -61,10 +61,9 @@ def stream(
       decoder: with sizes that serve all of the requests.
       requests: from `prepare`, at least one.
       batch_size: the largest B.
-      is_over: (index, tokens so far in reading order, up to the first gap) -> whether to stop this answer. Called every
-        few forwards.
-      watch: told (index, answer so far) after the admission of a request and after each forward, perhaps twice; the
-        device then waits for the host after each.
+      watch: (index, answer so far, with the tokens before its first gap) -> whether to stop this answer. Called every
+        few forwards; the device then waits for the host.
+      every: so many forwards; with 1 it is also called after an admission.
       record: told (index, what the next forwards did), every few forwards; what is not asked for costs nothing.
       batch_type: a subclass of RunningBatch, where the decoder needs one.
 
@@ -91,7 +90,8 @@ def stream(
             row_of |= zip(batch.admit([requests[index] for index in some]), some, strict=True)
         # Where fewer requests wait than a refill takes, so many free rows are enough.
         wanted = min(refill, len(waiting)) if waiting else batch.rows
-        most = int(not some) if watch else LOOK if is_over else UNTIL_DONE  # 0 forwards show what an admission commits
+        most = every if watch else UNTIL_DONE
+        most = 0 if most == 1 and some else most  # which shows what an admission commits
         batch.run(wanted, most)
         yield from answers()  # the caller's work, too, takes place while the device decodes
         progress = batch.look()
@@ -99,12 +99,10 @@ def stream(
             raise next(iter(batch.failed.values()))
         for row, index in row_of.items() if record else ():
             record(index, jax.tree.map(lambda x, row=row: x[:, row], progress.trajectory))
-        for row, index in row_of.items() if watch else ():
-            watch(index, read_answer(requests[index], *progress.of(row), eos_id, is_ended=bool(progress.active[row])))
         done, ended = [row for row in row_of if not progress.active[row]], []
-        for row in [row for row in row_of if progress.active[row] and is_over]:
-            so_far, *_ = progress.of(row)
-            if is_over(row_of[row], reading_order(requests[row_of[row]], so_far, eos_id, to_gap=True)):
+        for row, index in row_of.items() if watch else ():
+            so_far = read_answer(requests[index], *progress.of(row), eos_id, is_ended=row not in done)
+            if watch(index, so_far) and row not in done:
                 ended.append(row)
         batch.stop(ended)
         finished = [(row_of.pop(row), row in ended, progress.of(row)) for row in [*done, *ended]]

@@ -72,7 +72,7 @@ def check_fits(model: Transformer, requests: Sequence[Request]) -> None:
 def generate(
     model: Transformer,
     requests: Sequence[Request],
-    is_over: Callable[[int, list[int]], bool] | None,
+    watch: Callable[[int, Answer], bool] | None,
     record: Callable[[int, Trajectory], object] | None = None,
 ) -> Iterator[tuple[int, Answer, float]]:
     """Decodes requests, each with its own settings, and yields answers as they finish.
@@ -82,7 +82,7 @@ def generate(
     Args:
       model: from `load_model`.
       requests: with settings.
-      is_over: (index of the request, its tokens so far) -> whether to stop; None: never.
+      watch: (index of the request, its answer so far) -> whether to stop, as for `queue.stream`; None: never.
       record: told (index of the request, trajectory), as for `queue.stream`.
 
     Yields:
@@ -90,9 +90,9 @@ def generate(
     """
     for numbers, some in by_program(requests, model.config):
         began, compiled = time.monotonic(), _compiling.seconds
-        ends = is_over and (lambda at, tokens, numbers=numbers: is_over(numbers[at], tokens))
+        looks = watch and (lambda at, answer, numbers=numbers: watch(numbers[at], answer))
         tells = record and (lambda at, part, numbers=numbers: record(numbers[at], part))
-        for at, answer in stream(model, some, is_over=ends, record=tells):
+        for at, answer in stream(model, some, watch=looks, record=tells):
             now, compiled_now = time.monotonic(), _compiling.seconds
             seconds = max(now - began - (compiled_now - compiled), 0.0)
             began, compiled = now, compiled_now  # the device decodes while the caller works

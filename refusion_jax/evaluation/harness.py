@@ -157,9 +157,9 @@ class EvaluatedModel(TemplateLM):
         some = [samples[number] for number in missing]
         wanted = [self._request(a, number) for a, number in zip(some, missing, strict=True)]
 
-        def is_over(at: int, tokens: list[int]) -> bool:
+        def is_over(at: int, answer: Answer) -> bool:
             until = some[at].until
-            return bool(until.texts) and until.is_certain(self._tokenizer.decode(tokens[: some[at].limit]))
+            return bool(until.texts) and until.is_certain(self._tokenizer.decode(answer.tokens[: some[at].limit]))
 
         looking = is_over if any(a.until.texts for a in some) else None
         played = {at for at, number in enumerate(missing) if requests[number].doc_id < self._played}

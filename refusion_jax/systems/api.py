@@ -136,8 +136,8 @@ def stream(
     model: Transformer,
     requests: Sequence[Request],
     decoder: Decoder | None = None,
-    is_over: Callable[[int, list[int]], bool] | None = None,
     watch: Callable[[int, Answer], object] | None = None,
+    every: int = queue.LOOK,
     record: Callable[[int, Trajectory], object] | None = None,
 ) -> Iterator[tuple[int, Answer]]:
     """Decodes a queue of requests from `prepare`, at least one, and yields (index, answer) as answers finish.
@@ -146,8 +146,7 @@ def stream(
       model: from `load_model`.
       requests: their settings name the decoder and the batch size.
       decoder: with compiled sizes that several calls share; by default the smallest for these requests.
-      is_over: (index, tokens so far) -> whether to stop an answer, as for `queue.stream`.
-      watch, record: told (index, answer so far) and (index, trajectory), as for `queue.stream`.
+      watch, every, record: as for `queue.stream`.
 
     Raises:
       UserError: where the decoder cannot serve them together.
@@ -156,7 +155,7 @@ def stream(
     check_auxiliaries(model, settings)
     decoder = decoder or decoder_for(requests, model.config)
     model = as_decoded(model, settings)
-    return queue.stream(model, decoder, requests, settings.batch_size, is_over, watch, record, batch_type(decoder))
+    return queue.stream(model, decoder, requests, settings.batch_size, watch, every, record, batch_type(decoder))
 
 
 def as_decoded(model: Transformer, settings: Settings) -> Transformer:
