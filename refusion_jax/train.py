@@ -37,6 +37,7 @@ from refusion_jax.config.run_config import check_same_run
 from refusion_jax.data.dataset import load_dataset
 from refusion_jax.distributed import sharding
 from refusion_jax.distributed.compiled_code import keep_compiled
+from refusion_jax.distributed.host_memory import keep_freed_memory
 from refusion_jax.distributed.preemption import EXIT_CODE, Preemption
 from refusion_jax.distributed.processes import all_agree, check_same, check_shared, together
 from refusion_jax.distributed.xla_options import version_mismatch
@@ -213,6 +214,7 @@ def main() -> None:
         raise UserError("--config=configs/NAME.py and --workdir=DIR are needed; --help explains")
     if other := [key for key in _ALLOW.value if key.split(".")[0] not in CHANGEABLE]:
         raise UserError(f"--allow_change={other[0]}: cannot change in a run; what can: {', '.join(CHANGEABLE)}")
+    keep_freed_memory()
     with together(_PEERS.value, _LOST.value):
         if _PROFILE.value:
             jax.profiler.start_server(_PROFILE.value)

@@ -1,0 +1,21 @@
+"""What the C library does with memory that the host's programs free."""
+
+import ctypes
+import glob
+
+ACCELERATORS = ("/dev/accel*", "/dev/vfio/[0-9]*", "/dev/nvidia[0-9]*", "/dev/kfd")
+_M_TRIM_THRESHOLD, _M_MMAP_MAX, _M_ARENA_MAX = -1, -4, -8  # of mallopt(3)
+
+
+def keep_freed_memory() -> None:
+    """Where there is no accelerator, keeps what is freed for the next step. To be called before JAX has devices.
+
+    XLA for CPUs allocates the temporary arrays of every step anew. The GNU C library returns large ones to the kernel,
+    which clears their pages each time: 14 % of the processor time of a training step of SmolLM2-135M. Kept, they go to
+    one heap, since threads cannot have large arrays in heaps of their own. The peak of memory stays. With an
+    accelerator the host's memory peaks when checkpoints are written, and is returned.
+    """
+    if hasattr(libc := ctypes.CDLL(None), "mallopt") and not any(map(glob.glob, ACCELERATORS)):
+        libc.mallopt(_M_MMAP_MAX, 0)
+        libc.mallopt(_M_TRIM_THRESHOLD, -1)
+        libc.mallopt(_M_ARENA_MAX, 1)
