@@ -16,8 +16,9 @@ from importlib import resources
 
 from refusion_jax.config import default_config
 from refusion_jax.distributed.chips import Calibration, find_chip
+from refusion_jax.distributed.json_files import parse_json
 from refusion_jax.planning.compiler import compile_program, tpu_devices
-from refusion_jax.planning.costs import Collective, Costs, Operation, count
+from refusion_jax.planning.costs import Costs, Operation, count
 from refusion_jax.planning.estimate import estimate
 from refusion_jax.planning.programs import lower_train
 
@@ -54,14 +55,13 @@ class PublishedRun:
 
 def read_runs() -> list[PublishedRun]:
     """The published runs that ship with the package."""
-    stored = json.loads(resources.files("refusion_jax.planning").joinpath(FILE).read_text())
-    return [PublishedRun(**run | {"costs": _costs(run["costs"])}) for run in stored["runs"]]
+    stored = resources.files("refusion_jax.planning").joinpath(FILE).read_bytes()
+    return parse_json(stored, list[PublishedRun], FILE)
 
 
 def write_runs(runs: Sequence[PublishedRun]) -> str:
     """The text of a file that `read_runs` reads."""
-    lines = [json.dumps(dataclasses.asdict(run) | {"costs": _stored(run.costs)}) for run in runs]
-    return '{"runs": [\n' + ",\n".join(lines) + "\n]}\n"
+    return "[\n" + ",\n".join(json.dumps(dataclasses.asdict(run)) for run in runs) + "\n]\n"
 
 
 def compiled_again(run: PublishedRun) -> PublishedRun:
@@ -125,24 +125,3 @@ def _logs(runs: Sequence[PublishedRun]) -> dict[str, list[float]]:
     for run in runs:
         found.setdefault(run.generation, []).append(math.log(run.seconds / run.expected))
     return found
-
-
-def _stored(costs: Costs) -> dict:
-    return {
-        "operations": [
-            [f"{o.flops:.6g}", f"{o.bytes:.6g}", None if o.width == math.inf else o.width] for o in costs.operations
-        ],
-        "collectives": [[c.kind, c.over, c.count, c.overlapped, c.fused, f"{c.bytes:.6g}"] for c in costs.collectives],
-    }
-
-
-def _costs(stored: dict) -> Costs:
-    return Costs(
-        operations=tuple(
-            Operation(1, float(flops), float(size), width or math.inf) for flops, size, width in stored["operations"]
-        ),
-        collectives=tuple(
-            Collective(kind, over, times, overlapped, float(size), fused)
-            for kind, over, times, overlapped, fused, size in stored["collectives"]
-        ),
-    )
