@@ -51,7 +51,7 @@ _CACHE = flags.DEFINE_string(
 _DTYPE = flags.DEFINE_enum("dtype", "float32", ["float32", "bfloat16"], "Of weights, cache and computation")
 _TENSOR = flags.DEFINE_integer("mesh.tensor", 1, "Split heads and weights over this many devices", lower_bound=1)
 _OWN = {name: own for name, own in all_settings().items() if name != "batch_size"}
-_SETTINGS = command.define_settings(_OWN, "decode", defaults={"max_new_tokens": 256, "cache_length": 4096})
+_SETTINGS = command.define_settings(_OWN, defaults={"max_new_tokens": 256, "cache_length": 4096})
 _ROOM = 4096  # tokens of prompt and answer: the cache takes memory, and on a CPU time, for each
 _HELP = """\
 /settings           shows the settings of decoding

@@ -30,7 +30,8 @@ from refusion_jax.checkpoints.lock import FILE as LOCK
 from refusion_jax.checkpoints.lock import file_lock
 from refusion_jax.cli import command, flag_values
 from refusion_jax.cli.errors import UserError
-from refusion_jax.config import check, help_texts, names
+from refusion_jax.config import check, help_texts
+from refusion_jax.config.keys import keys
 from refusion_jax.distributed.json_files import read_json
 from refusion_jax.training.events import FILE, account, read_events, read_log
 from refusion_jax.training.faults import FAULTS, RunUnderTest, UnexpectedError
@@ -202,4 +203,4 @@ def drill(straight: RunUnderTest, faulty: RunUnderTest, kinds: list[str]) -> Non
 
 
 if __name__ == "__main__":
-    command.run(main, help_texts, names)
+    command.run(main, help_texts, keys)

@@ -85,7 +85,7 @@ _DRAWS = flags.DEFINE_integer(
 _DTYPE = flags.DEFINE_enum("dtype", "float32", ["float32", "bfloat16"], "Of weights, cache and computation")
 _DATA = flags.DEFINE_integer("mesh.data", 1, "Split the batch over this many devices of a host", lower_bound=1)
 _TENSOR = flags.DEFINE_integer("mesh.tensor", 1, "Split heads and weights over this many devices", lower_bound=1)
-_SETTINGS = command.define_settings(all_settings(), "decode", defaults={"max_new_tokens": "the task's, or 256"})
+_SETTINGS = command.define_settings(all_settings(), defaults={"max_new_tokens": "the task's, or 256"})
 _OF_TASKS = (_INCLUDE, _TASK_DATA, _FEWSHOT, _CHAT, _THINKING, _EXECUTE, _UNSAFE)
 _OF_SCORING = ("method", "weights", "slot_size", "seed")  # settings of decoding that the likelihood has, too
 

@@ -97,7 +97,7 @@ _STOP = flags.DEFINE_multi_string("stop", [], "Cut answers where this text begin
 _DTYPE = flags.DEFINE_enum("dtype", "float32", ["float32", "bfloat16"], "Of weights, cache and computation")
 _DATA = flags.DEFINE_integer("mesh.data", 1, "Split the batch over this many devices", lower_bound=1)
 _TENSOR = flags.DEFINE_integer("mesh.tensor", 1, "Split heads and weights over this many devices", lower_bound=1)
-_SETTINGS = command.define_settings(all_settings(), "decode")
+_SETTINGS = command.define_settings(all_settings())
 
 
 def useless_flags() -> list[str]:

@@ -22,7 +22,8 @@ from refusion_jax.batch.rows import Rows, noise_keys
 from refusion_jax.cli import command
 from refusion_jax.cli.errors import UserError
 from refusion_jax.cli.flag_values import check_page
-from refusion_jax.config import check, default_config, help_texts, names
+from refusion_jax.config import check, default_config, help_texts
+from refusion_jax.config.keys import keys
 from refusion_jax.data.fast_tokenizer import find_tokenizer_file, load_tokenizer_file
 from refusion_jax.data.interface import Tokenizer
 from refusion_jax.data.prepared import PreparedRows
@@ -104,4 +105,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    command.run(main, help_texts, names)
+    command.run(main, help_texts, keys)

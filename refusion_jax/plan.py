@@ -27,7 +27,8 @@ from rich.console import Console
 from refusion_jax.cli import command
 from refusion_jax.cli.errors import UserError
 from refusion_jax.cli.progress import waiting
-from refusion_jax.config import check, help_texts, names
+from refusion_jax.config import check, help_texts
+from refusion_jax.config.keys import keys
 from refusion_jax.config.model import model_config
 from refusion_jax.distributed.chips import find_chip
 from refusion_jax.distributed.topology import topology_of
@@ -59,7 +60,7 @@ _MEMORY_ONLY = flags.DEFINE_bool(
 )
 _SEARCH = flags.DEFINE_bool("search", False, "Try remat x rows per forward x mesh at this batch; name the fastest")
 _JSON = flags.DEFINE_bool("json", False, "Print one JSON object per line instead of a table")
-_DECODE = command.define_settings(all_settings(), "decode")
+_DECODE = command.define_settings(all_settings())
 split_report.define_flags(flags.FLAGS)
 # What each kind of plan has a use for, besides --config and --json.
 _USES = {
@@ -198,4 +199,4 @@ def show_search(config: ml_collections.ConfigDict, topology: str, slices: int, d
 
 if __name__ == "__main__":
     prepare_environment()
-    command.run(main, help_texts, names)
+    command.run(main, help_texts, keys)

@@ -41,7 +41,6 @@ _PROBLEMS = flags.DEFINE_integer("problems", 200, "How many held-out problems to
 _DEFAULTS = {"batch_size": 1}
 _SETTINGS = command.define_settings(
     {name: own for name, own in all_settings().items() if name not in ("method", "max_new_tokens")},
-    "decode",
     defaults=_DEFAULTS,
 )
 _STARTED = flags.DEFINE_float("started", None, "Unix seconds when the whole thing began; now by default")

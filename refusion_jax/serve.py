@@ -75,7 +75,6 @@ _DATA = flags.DEFINE_integer("mesh.data", 1, "Split the batch over this many dev
 _TENSOR = flags.DEFINE_integer("mesh.tensor", 1, "Split heads and weights over this many devices", lower_bound=1)
 _SETTINGS = command.define_settings(
     all_settings(),
-    "decode",
     defaults={
         "max_new_tokens": "256, or half of what the model reads",
         "cache_length": "what the model reads",

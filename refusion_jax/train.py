@@ -31,7 +31,8 @@ from refusion_jax.checkpoints.load import check_fits, find_own_tokenizer, load_p
 from refusion_jax.checkpoints.lock import check_free, locked
 from refusion_jax.cli import command
 from refusion_jax.cli.errors import UserError, needs
-from refusion_jax.config import CHANGEABLE, check, check_mesh, help_texts, names
+from refusion_jax.config import CHANGEABLE, check, check_mesh, help_texts
+from refusion_jax.config.keys import keys
 from refusion_jax.config.model import adopt_shape, adopt_steps, model_config
 from refusion_jax.config.run_config import check_same_run
 from refusion_jax.data.dataset import load_dataset
@@ -224,4 +225,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    command.run(main, help_texts, names)
+    command.run(main, help_texts, keys)

@@ -8,7 +8,7 @@ from pathlib import Path
 from conftest import TINY_RUN
 from fuzz_inputs import write_files
 
-from refusion_jax.config import names
+from refusion_jax.config.keys import keys as config_keys
 from refusion_jax.systems.api import all_settings
 
 NASTY = [
@@ -19,7 +19,7 @@ NASTY = [
     *"v5p:0x0x0 v5p: v5e:9999x9999 v5p:2x2x2x2 v9:2x2 1e9 4294967296 18446744073709551616".split(),
 ]
 DECODE = " ".join(f"decode.{name}" for name in all_settings())
-CONFIG = " ".join(f"config.{name}" for name in names())
+CONFIG = " ".join(f"config.{name}" for name in config_keys())
 FLAGS = {  # of each command, and one that is none
     "generate": "checkpoint input prompt output part watch compare stop dtype mesh.data mesh.tensor json promtp "
     + DECODE,

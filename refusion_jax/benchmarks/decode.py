@@ -76,7 +76,7 @@ def define_flags(own: flags.FlagValues) -> None:
 def define_shared(own: flags.FlagValues) -> None:
     """The flags --decode.NAME of what all setups share; --setup names the method, and --batch_sizes the sizes."""
     shared = {name: setting for name, setting in all_settings().items() if name not in ("method", "batch_size")}
-    command.define_settings(shared, "decode", own, _DEFAULTS)
+    command.define_settings(shared, own, _DEFAULTS)
 
 
 def read_shared(own: flags.FlagValues) -> dict[str, Any]:

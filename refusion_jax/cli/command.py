@@ -270,15 +270,13 @@ def define_config(help: str) -> flags.FlagHolder:
 
 def define_settings(
     settings: Mapping[str, Setting],
-    group: str,
     flag_values: flags.FlagValues = flags.FLAGS,
     defaults: Mapping[str, Any] | None = None,
 ) -> dict[str, flags.FlagHolder]:
-    """One flag --GROUP.NAME for every setting; None unless it is given.
+    """One flag --decode.NAME for every setting; None unless it is given.
 
     Args:
       settings: by name.
-      group: that the flags' names begin with.
       flag_values: where the flags are defined.
       defaults: what the command uses where a flag is not given, by name, for --help; else the setting's own.
     """
@@ -291,7 +289,7 @@ def define_settings(
     }
     return {
         name: define[type(own.default)](
-            f"{group}.{name}", None, help_text(own, defaults.get(name, own.default)), flag_values=flag_values
+            f"decode.{name}", None, help_text(own, defaults.get(name, own.default)), flag_values=flag_values
         )
         for name, own in settings.items()
     }

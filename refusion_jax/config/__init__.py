@@ -5,11 +5,14 @@ A file in configs/ starts from `default_config()` and changes what it needs; fla
 declared in `keys.py`.
 """
 
+import functools
+import operator
 import re
 from typing import Any
 
 import jax
 import ml_collections
+from flax.traverse_util import flatten_dict
 
 from refusion_jax.cli import command
 from refusion_jax.cli.errors import SettingError, UserError, naming
@@ -39,17 +42,14 @@ def help_texts(config: ml_collections.ConfigDict | None) -> dict[str, str]:
     return {f"config.{name}": command.help_text(key) for name, key in keys_of(chosen).items()}
 
 
-def names() -> list[str]:
-    """All keys."""
-    return list(keys())
-
-
 def make_objective(config: ml_collections.ConfigDict, mask_id: int) -> Objective:
     """The objective that a config names, with its own keys."""
     system = find_system(config.objective)
     own = {name: getattr(config[system.section.name], name) for name in system.section.keys}
     return system.objective(mask_id=mask_id, **{k: tuple(v) if isinstance(v, list) else v for k, v in own.items()})
 
+
+flatten = functools.partial(flatten_dict, sep=".")  # {dotted key: value} of a nested dict
 
 # May differ when a run is resumed: how it runs, and for how long (`steps` also stretches the rest of the schedule).
 RESUMABLE = (
@@ -183,15 +183,5 @@ def check_mesh(c: ml_collections.ConfigDict, mesh: jax.sharding.Mesh) -> None:
             )
 
 
-def flatten(tree: dict, prefix: str = "") -> dict:
-    """{dotted key: value} of a nested dict."""
-    flat = {}
-    for key, value in tree.items():
-        flat |= flatten(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
-    return flat
-
-
-def _get(c: ml_collections.ConfigDict, key: str):
-    for name in key.split("."):
-        c = c[name]
-    return c
+def _get(c: ml_collections.ConfigDict, key: str) -> Any:
+    return operator.attrgetter(key)(c)

@@ -17,7 +17,7 @@ from grain.sources import ArrayRecordDataSource
 from refusion_jax.cli.errors import UserError, first_line
 from refusion_jax.cli.paths import is_remote, is_text
 from refusion_jax.data.interface import RowSource
-from refusion_jax.data.manifest import Manifest, Shard, read_manifest
+from refusion_jax.data.manifest import Shard, read_manifest
 from refusion_jax.data.rows import check_row, decode_row
 
 
@@ -31,8 +31,9 @@ class PreparedRows(RowSource):
           UserError: where the directory is unfinished, or a file of it is missing, or has other bytes or rows.
         """
         self.path = path
-        self.manifest: Manifest = read_manifest(path)
-        self._dtype = np.dtype(f"<u{self.manifest.token_bytes}")
+        self.manifest = m = read_manifest(path)
+        self.row_length, self.documents, self.fill = m.row_length, m.segments, m.fill
+        self._dtype = np.dtype(f"<u{m.token_bytes}")
         directory = epath.Path(path)
         if not is_text(path):
             raise UserError(f"{path}: its path is not UTF-8; give it another name")
@@ -50,7 +51,7 @@ class PreparedRows(RowSource):
     def __getitem__(self, index: int) -> dict[str, np.ndarray]:
         record = self.record(index)
         try:
-            return decode_row(record, self.manifest.row_length, self._dtype)
+            return decode_row(record, self.row_length, self._dtype)
         except ValueError as error:
             raise UserError(f"{self.path}: row {index} is not as manifest.json says; prepare the data again") from error
 
@@ -66,18 +67,6 @@ class PreparedRows(RowSource):
             raise UserError(f"{self.path}: row {index} cannot be read: {' '.join(str(error).split())[:200]}") from error
         check_row(record, f"{self.path}: row {index}")
         return record
-
-    @property
-    def row_length(self) -> int:
-        return self.manifest.row_length
-
-    @property
-    def documents(self) -> int:
-        return self.manifest.segments
-
-    @property
-    def fill(self) -> float:
-        return self.manifest.fill
 
     def fingerprint(self) -> str:
         return _digest([shard.checksum for shard in self.manifest.shards])
@@ -124,6 +113,8 @@ class MixedRows(RowSource):
         """Joins sets, with a name of each for the metrics, and its share in training relative to the others."""
         self._parts, self._names, self._weights = list(parts), list(names), [float(weight) for weight in weights]
         self._ends = list(itertools.accumulate(map(len, parts)))
+        self.row_length, self.documents = parts[0].row_length, sum(part.documents for part in parts)
+        self.fill = sum(part.fill * len(part) for part in parts) / len(self)
 
     def __len__(self) -> int:
         return self._ends[-1]
@@ -131,18 +122,6 @@ class MixedRows(RowSource):
     def __getitem__(self, index: int) -> dict[str, np.ndarray]:
         part = bisect.bisect_right(self._ends, index)
         return self._parts[part][index - self._ends[part] + len(self._parts[part])]
-
-    @property
-    def row_length(self) -> int:
-        return self._parts[0].row_length
-
-    @property
-    def documents(self) -> int:
-        return sum(part.documents for part in self._parts)
-
-    @property
-    def fill(self) -> float:
-        return sum(part.fill * len(part) for part in self._parts) / len(self)
 
     @property
     def shares(self) -> list[tuple[str, int, float]]:

@@ -33,7 +33,6 @@ def search(
     slices: int,
     chips: int,
     tell: Callable[[dict], None],
-    policies: Sequence[str] = tuple(REMAT_POLICIES),
 ) -> list[dict]:
     """Plans every candidate at the batch size of the config; `tell` gets each record as soon as it is known.
 
@@ -42,7 +41,7 @@ def search(
     """
     found = []
     for mesh in _meshes(config, chips):
-        for remat in policies:
+        for remat in REMAT_POLICIES:
             for accumulation in _accumulations(config, chips):
                 flags = {"remat": remat, "accumulation": accumulation} | mesh
                 try:

@@ -68,7 +68,7 @@ def define_flags(own: flags.FlagValues) -> None:
     text("input", None, "JSONL file of prompts")
     text("output", None, "JSONL file of answers; stdout by default")
     settings = {name: own for name, own in all_settings().items() if name not in _OWN}
-    command.define_settings(settings, "decode", own)
+    command.define_settings(settings, own)
 
 
 def main(own: flags.FlagValues) -> None:
