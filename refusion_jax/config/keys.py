@@ -22,12 +22,7 @@ def _axis(default: int, help: str) -> Setting:
 
 
 _TRAINING = {
-    "seed": Setting(
-        0,
-        "seed of the weights, the order of the rows and the noise: all randomness follows from it",
-        at_least=0,
-        below=2**32,
-    ),
+    "seed": Setting(0, "seed of weights, order of rows and noise: of all randomness", at_least=0, below=2**32),
     "steps": _count(1000, "optimizer steps", _MOST_STEPS),
     "epochs": Setting(
         0.0, "times that all rows are trained on, which sets steps; 0: as steps says", at_least=0, at_most=1e6
