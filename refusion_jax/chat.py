@@ -90,11 +90,7 @@ class Chat:
             raise UserError(f"{name}: unknown; /help lists what there is")
 
     def _set(self, pairs: list[str]) -> None:
-        """Changes settings of the answers to come.
-
-        Raises:
-          UserError: where a setting or value is impossible, or belongs to what was compiled.
-        """
+        """Changes settings of the answers to come; those that are compiled in are refused."""
         if not pairs:
             raise UserError("/set: needs NAME=VALUE; /settings shows the names")
         changes = read_settings(pairs, "/set")
@@ -106,11 +102,7 @@ class Chat:
         self._settings = changed
 
     def _ask(self, text: str) -> None:
-        """Answers a turn.
-
-        Raises:
-          UserError: where it does not fit, even alone; it is not part of the conversation then.
-        """
+        """Answers a turn; one that does not fit, even alone, is refused, and no part of the conversation."""
         check_characters(text, "the turn")
         turns = [*self._turns, ("user", text)]
         first = self._first if self._tokenizer.has_chat_template else len(self._turns)

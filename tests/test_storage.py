@@ -272,7 +272,7 @@ def test_the_page_for_8b_runs_as_it_is_written(store, tmp_path):
         flags = [flag.replace("row_length=4096", "row_length=128") for flag in flags]
         done.append(command)
         if command == "serve":
-            with start("serve", "--port=0", "--decode.batch_size=8", *flags) as server:
+            with start("serve", "--port=0", "--decode.batch_size=1", *flags) as server:
                 assert server.stdout.readline().startswith("serving ")
                 server.send_signal(signal.SIGINT)
                 assert server.wait(300) == 130

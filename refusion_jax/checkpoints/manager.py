@@ -146,8 +146,7 @@ class Checkpoints:
     def _failing(self, step: int) -> Iterator[None]:
         """Says that a save has failed, in one line, and makes ready for the next.
 
-        Raises:
-          Failure: where other processes are in the midst of it, too: they wait for this one, and cannot begin another.
+        Of several processes each stops: the others are in the midst of it, too, and cannot begin another.
         """
         try:
             yield
@@ -160,11 +159,7 @@ class Checkpoints:
             self._checkpointer = None
 
     def _has_failed(self, step: int, error: Exception) -> None:
-        """Says so, and counts it.
-
-        Raises:
-          Failure: where too many in a row have failed.
-        """
+        """Says so, and counts it; too many in a row stop the run."""
         self._failed += 1
         self._under_way = None
         why = f"checkpoint {step} could not be written: {first_line(error)}"

@@ -26,9 +26,8 @@ def save_keys(progress: epath.Path, index: int, keys: np.ndarray) -> None:
 
 
 def load_keys(progress: epath.Path, index: int) -> np.ndarray:
-    """The keys that `save_keys` kept; from a disk no more is read than is looked at."""
-    path = progress / f"digests-{index:05}.npy"
-    return _load(path) if is_remote(path) else np.load(path, mmap_mode="r", allow_pickle=False)
+    """The keys that `save_keys` kept."""
+    return _load(progress / f"digests-{index:05}.npy")
 
 
 def save_repeated(progress: epath.Path, index: int, numbers: np.ndarray) -> None:
@@ -81,5 +80,7 @@ def _save(path: epath.Path, array: np.ndarray) -> None:
 
 
 def _load(path: epath.Path) -> np.ndarray:
-    with path.open("rb") as file:
-        return np.load(io.BytesIO(file.read()), allow_pickle=False)
+    """The array of a file; from a disk no more is read than is looked at."""
+    if is_remote(path):
+        return np.load(io.BytesIO(path.read_bytes()), allow_pickle=False)
+    return np.load(path, mmap_mode="r", allow_pickle=False)

@@ -142,13 +142,9 @@ class Worker:
     def _documents(
         self, chunk: list[InputSplit], repeated: set[int], report: Report, drop: Callable[[Bad], object]
     ) -> Iterator[tuple[str, Document]]:
-        """The documents of a chunk, each with its split.
+        """The documents of a chunk, each with its split, without the examples whose numbers, or NEAR, are `repeated`.
 
-        Args:
-          chunk: of the input.
-          repeated: numbers of the good examples to leave out, with NEAR those that are nearly duplicates.
-          report: counts what becomes of all examples.
-          drop: called with each example that is left out; of those left out on purpose, with some of each kind.
+        `report` counts what becomes of all examples; of those left out on purpose `drop` gets some of each kind.
         """
         drops, sources, languages, lengths = (collections.Counter() for _ in range(4))
         number, settings = 0, self._settings

@@ -55,8 +55,7 @@ def read_row_groups(path: str, start: int, end: int, fields: Fields) -> Iterator
 def _rows_at_a_time(metadata: pyarrow.parquet.FileMetaData, groups: range, columns: list[str]) -> int:
     """How many rows may be in memory at once, were each as long as the metadata lets it be.
 
-    Raises:
-      ValueError: for a row group that was made to exhaust the memory.
+    A row group that was made to exhaust the memory is refused.
     """
     longest = 1
     for group in map(metadata.row_group, groups):

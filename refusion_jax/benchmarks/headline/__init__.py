@@ -87,11 +87,7 @@ def main(own: flags.FlagValues) -> None:
 
 
 def _experiment(own: flags.FlagValues) -> Experiment:
-    """The experiment that the flags ask for.
-
-    Raises:
-      UserError: naming the flag that is at fault.
-    """
+    """The experiment that the flags ask for."""
     if not own.output:
         raise UserError("--output=: name a directory for the comparison")
     budget = BUDGETS[own.budget].changed(own.tune, seeds=own.seeds, speed_proxy=own.speed_proxy)
@@ -110,15 +106,9 @@ def _experiment(own: flags.FlagValues) -> Experiment:
 
 
 def _read_systems(entries: list[str], seeds: int) -> tuple[dict[str, int], dict[str, float]]:
-    """The number of seeds of each system, and the learning rates of those that are given one.
+    """The number of seeds of each system, `seeds` where it gives none, and the learning rates of those that give one.
 
-    Args:
-      entries: each a NAME, NAME:SEEDS or NAME:SEEDS:RATE; all systems that decode and do not only fine-tune, if there
-        are none.
-      seeds: of those that give no number.
-
-    Raises:
-      UserError: naming the entry.
+    Without entries all systems that decode and do not only fine-tune.
     """
     every, found, rates = [name for name in trainable() if find_system(name).decoders], {}, {}
     for entry in entries or every:
@@ -137,11 +127,7 @@ def _read_systems(entries: list[str], seeds: int) -> tuple[dict[str, int], dict[
 
 
 def _read_config(file: str) -> ml_collections.ConfigDict:
-    """The config that FILE or FILE:VARIANT holds.
-
-    Raises:
-      UserError: where there is none.
-    """
+    """The config that FILE or FILE:VARIANT holds."""
     holder, argv = flags.FlagValues(), [command.find_config(f"--config={file}")]
     if fault := command.config_fault(argv, ()):
         raise fault

@@ -208,10 +208,9 @@ class Comparison:
             write_file(self._directory / "decodings.html", page(list(enumerate(rows))))
 
     def _timed(self, chosen: Iterable[tuple[Curve, Measured]], runs: list[TrainingRun], shape: str = "") -> list[Timed]:
-        """The speeds of points in interleaved repeats, on the models of the first seed; with a shape, at that
-        proxy's cost.
+        """The speeds of points in interleaved repeats, stored as one record, since they compare only with each other.
 
-        They are stored as one record, since they compare only with each other.
+        On the models of the first seed; with a shape, at that proxy's cost.
         """
         entries = self._on_first_seed(chosen, runs)
         if not entries:
