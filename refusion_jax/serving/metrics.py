@@ -31,32 +31,19 @@ class Metrics:
             gauge = make(Gauge, f"vllm:num_requests_{name}", text)
             gauge.set_function(lambda key=key: engine.load[key])
         self._model = model
-        self._given = make(Counter, "vllm:prefix_cache_queries", "Tokens of prompts of decoded answers")
-        self._cached = make(Counter, "vllm:prefix_cache_hits", "Those whose keys and values were there already")
+        self.given = make(Counter, "vllm:prefix_cache_queries", "Tokens of prompts of decoded answers")
+        self.cached = make(Counter, "vllm:prefix_cache_hits", "Those whose keys and values were there already")
         self._success = make(Counter, "vllm:request_success", "Finished answers", ("finished_reason",))
-        self._prompt = make(Counter, "vllm:prompt_tokens", "Tokens of prompts")
+        self.prompt = make(Counter, "vllm:prompt_tokens", "Tokens of prompts")
         self._generated = make(Counter, "vllm:generation_tokens", "Tokens of answers")
         first, whole = "Until the first tokens of a streamed answer", "Until an answer was complete"
-        self._first = make(Histogram, "vllm:time_to_first_token_seconds", first, buckets=_SECONDS)
+        self.first = make(Histogram, "vllm:time_to_first_token_seconds", first, buckets=_SECONDS)
         self._whole = make(Histogram, "vllm:e2e_request_latency_seconds", whole, buckets=_SECONDS)
         between = "Between two tokens of a streamed answer; those that come together share the time since the last ones"
         self._between = make(Histogram, "vllm:inter_token_latency_seconds", between, buckets=_BETWEEN)
         per_forward = "Tokens per forward of each answer"
         self._per_forward = make(Histogram, "refusion_jax:tokens_per_forward", per_forward, buckets=_PER_FORWARD)
         self.registry.register(_Drafts(model, engine))
-
-    def asked(self, prompt_tokens: int) -> None:
-        """Counts a request."""
-        self._prompt.inc(prompt_tokens)
-
-    def prefilled(self, given: int, cached: int) -> None:
-        """Hears how many tokens the prompt of an answer has, and for how many nothing was computed."""
-        self._given.inc(given)
-        self._cached.inc(cached)
-
-    def began(self, seconds: float) -> None:
-        """Hears how long the first tokens of a stream took."""
-        self._first.observe(seconds)
 
     def went_on(self, tokens: int, seconds: float) -> None:
         """Hears how long further tokens of a stream took, all together."""

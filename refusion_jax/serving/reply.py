@@ -56,7 +56,7 @@ class Reply:
             else:
                 self._jobs.append(self._job(number, one, put, is_watched or bool(one.stops.texts)))
         self._choices[0].engine.submit(self._jobs)
-        self._service.metrics.asked(self._usage()["prompt_tokens"])
+        self._service.metrics.prompt.inc(self._usage()["prompt_tokens"])
 
     async def _arriving(self) -> AsyncIterator[tuple[int, Delta, Answer | None]]:
         """(number of the choice, delta, answer so far) until all choices are complete."""
@@ -69,13 +69,14 @@ class Reply:
             new = len(delta.tokens) - self._tokens[number]
             if self._body.stream and new > 0:
                 last, self._last[number] = self._last[number], seconds
-                metrics.went_on(new, seconds - last) if last else metrics.began(seconds)
+                metrics.went_on(new, seconds - last) if last else metrics.first.observe(seconds)
             self._tokens[number] = len(delta.tokens)
             if delta.finish_reason:
                 missing -= 1
                 metrics.finished(delta.finish_reason, len(delta.tokens), answer.forwards if answer else 0, seconds)
                 if answer:
-                    metrics.prefilled(len(self._choices[number].prompt), self._jobs[number].cached)
+                    metrics.given.inc(len(self._choices[number].prompt))
+                    metrics.cached.inc(self._jobs[number].cached)
             yield number, delta, answer
 
     def _forget(self) -> None:

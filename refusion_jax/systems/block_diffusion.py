@@ -215,10 +215,7 @@ def reference(model: Transformer, request: Request, shift: int = 1) -> dict:
             masks = [at for at in masks if (at - start) // s.sub_block == (masks[0] - start) // s.sub_block]
             best = {at: plain.best(p[at - shift], at) for at in masks}
             sure = {at: p[at - shift][best[at]] for at in masks}
-            revealed = [at for at in masks if plain.above(sure[at], s.threshold)]
-            if not revealed:
-                plain.margin = min(plain.margin, *np.diff(sorted(sure.values())[-2:]), 1.0)
-                revealed = [max(masks, key=sure.__getitem__)]
+            revealed = [at for at in masks if plain.above(sure[at], s.threshold)] or plain.first(sure, 1)
         else:
             start += K
             revealed = [start] if shift else []

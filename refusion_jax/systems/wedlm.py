@@ -181,10 +181,7 @@ def reference(model: Transformer, request: Request) -> dict:
             for row, place in zip(p, masks, strict=True)
         ]
         filled = [i for i in range(len(masks)) if not plain.above(score[i], s.entropy_threshold)]
-        if not filled:
-            plain.margin = min(plain.margin, *np.diff(sorted(score)[:2]), 1.0)
-            filled = [int(np.argmin(score))]
-        for i in filled:
+        for i in filled or plain.first({i: -of_mask for i, of_mask in enumerate(score)}, 1):
             if masks[i] < end:
                 plain.text[masks[i]] = plain.best(p[i], masks[i])
                 end = masks[i] + 1 if plain.text[masks[i]] == plain.ids.eos_id else end

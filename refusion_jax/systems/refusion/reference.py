@@ -89,8 +89,7 @@ def plan_and_infill(model: Transformer, request: Request, plans_alone: bool = Fa
             if s.order != CONFIDENCE:
                 chosen = sorted(sorted(slots, key=turn.get)[: len(chosen) or 1], key=min)
             elif not chosen:
-                chosen = [slots[int(np.argmax(sure))]]
-                text.plain.margin = min(text.plain.margin, *np.diff(sorted(sure)[-2:]), 1.0)
+                chosen = [slots[i] for i in text.plain.first(dict(enumerate(sure)), 1)]
             infill(text, chosen, draft, {place: p[place][token] for place, token in draft.items()})
 
             end = min((at for token, at in text.commits if token == eos), default=math.inf)
