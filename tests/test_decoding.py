@@ -18,7 +18,7 @@ from refusion_jax import DecodeSettings, UserError, decode
 from refusion_jax.decoding.answers import Answer, read_answer
 from refusion_jax.decoding.requests import Request, prepare
 from refusion_jax.distributed.chips import free_tokens
-from refusion_jax.systems.api import decoder_for, stream
+from refusion_jax.systems.api import decoder_for
 from refusion_jax.systems.refusion.loop import CHECK, DONE, PLAN, PROPOSE, VERIFY, SlotDecoder
 from refusion_jax.systems.refusion.reference import plan_and_infill
 from refusion_jax.systems.refusion.settings import ORDERS
@@ -156,21 +156,6 @@ def test_where_all_drafts_are_accepted_a_budget_nearly_halves_the_forwards(thres
     assert plain.rounds == [10 if thresholds is ONE_BY_ONE else 5] * len(PROMPTS)
     assert plain.forwards == [2 * rounds for rounds in plain.rounds]
     assert ahead.forwards == [rounds + 1 for rounds in plain.rounds]
-
-
-def test_the_larger_the_budget_the_fewer_the_forwards():
-    """What it saves is the next plan, and where drafts are refused the next draft."""
-    s = settings(slot=0.7, token=0.4, size=8, batch_size=1)  # each alone: rows share a budget
-    budgets, counts = ("0", "12", "1000"), collections.Counter()
-    for model in sharp_models():
-        jobs = [(budget, prompt) for budget in budgets for prompt in PROMPTS]
-        requests = [Request(prompt, settings=dataclasses.replace(s, speculate=budget)) for budget, prompt in jobs]
-        answers = dict(stream(model, prepare(requests, requests[-1].settings, model.config)))
-        for i, (budget, _) in enumerate(jobs):
-            first = answers[i % len(PROMPTS)]
-            assert (answers[i].tokens, answers[i].commit_order) == (first.tokens, first.commit_order)
-            counts[budget] += answers[i].forwards
-    assert counts["1000"] < counts["12"] < counts["0"]
 
 
 def test_the_automatic_budget_grows_with_each_plan_that_holds(monkeypatch):

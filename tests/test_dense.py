@@ -152,18 +152,17 @@ def test_how_much_is_fed_is_chosen_by_the_rows_and_the_device():
 def test_a_plan_fed_ahead_changes_no_text():
     requests = [*map(Request, PROMPTS), Request([BOS, 5], ([7, 8], 5, [9], 6))]
     saved = 0
+    own = settings("dense_plan", slot=0.3, blocks=2, order="left_to_right")
+    both = [
+        dataclasses.replace(request, settings=dataclasses.replace(own, speculate=tokens))
+        for tokens in ("0", "1000")
+        for request in requests
+    ]
     for model in sharp_models()[:2]:
-        for changes in ({"slot": 0.9}, {"slot": 0.3, "blocks": 2, "order": "left_to_right"}):
-            own = settings("dense_plan", **changes)
-            both = [
-                dataclasses.replace(request, settings=dataclasses.replace(own, speculate=tokens))
-                for tokens in ("0", "1000")
-                for request in requests
-            ]
-            out, without, ahead = decode(model, both, own), slice(len(requests)), slice(len(requests), None)
-            for name in ("tokens", "commit_order", "rounds"):
-                assert getattr(out, name)[ahead] == getattr(out, name)[without]
-            saved += sum(out.forwards[without]) - sum(out.forwards[ahead])
+        out, without, ahead = decode(model, both, own), slice(len(requests)), slice(len(requests), None)
+        for name in ("tokens", "commit_order", "rounds"):
+            assert getattr(out, name)[ahead] == getattr(out, name)[without]
+        saved += sum(out.forwards[without]) - sum(out.forwards[ahead])
     assert saved > 0
 
 

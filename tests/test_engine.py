@@ -123,11 +123,10 @@ def test_short_answers_do_not_wait_for_a_long_one(engine):
     assert answers["long"].tokens == decode(model, [long], own).tokens[0]
 
 
-@pytest.mark.parametrize("method", ["dense", "prompt_lookup"])
-def test_a_lossless_decoder_is_served_and_so_are_the_gaps_that_it_fills(method):
+def test_a_lossless_decoder_is_served_and_so_are_the_gaps_that_it_fills():
     """Three times as many requests as rows, as the library decodes them."""
-    model, own = sharp_model(), settings(method, new=12, cache_length=64)
-    gaps = [Request([BOS, 9], (5, [7, 8], 4)), Request([BOS, 6], (3, [11]))] if method == "dense" else []
+    model, own = sharp_model(), settings("dense", new=12, cache_length=64)
+    gaps = Request([BOS, 9], (5, [7, 8], 4)), Request([BOS, 6], (3, [11]))
     asked = [*(Request([BOS, 7 + i]) for i in range(4)), *gaps]
     engine, told = Engine(model, own, rows=2), Told()
     engine.start(failed=lambda: None)

@@ -78,15 +78,6 @@ def test_every_token_but_a_slots_first_is_the_best_after_the_one_before_it(slot_
     assert min(ended, went_on, quick) > RANDOM_CASES // 240, (ended, went_on, quick)
 
 
-def test_blending_takes_the_plans_draft_the_more_the_more_it_weighs():
-    model = sharp_models()[1]
-    plain = settings(slot=0.3, infill="exact", infill_blend=0.0)
-    always = settings(slot=0.3, infill="exact", infill_blend=1.0)
-    drafts = decode(model, PROMPTS, settings(slot=0.3, token=0.0))  # every draft is accepted
-    assert decode(model, PROMPTS, always) == drafts
-    assert decode(model, PROMPTS, plain).tokens != drafts.tokens
-
-
 def test_drawn_answers_are_distributed_as_one_token_after_the_other():
     """Two slots of three, chosen at once, of two tokens each place may have: a chi-square test of all 64 answers."""
     model, prompt, count = tiny_model(3), [BOS, 9, 13, 21], 4096

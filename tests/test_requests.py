@@ -11,11 +11,10 @@ from refusion_jax.decoding.requests import Request, prepare
 from refusion_jax.systems.api import decoder_for
 
 
-@pytest.mark.parametrize("method", ["refusion", "sequential"])
-def test_templates_keep_what_is_given_and_fill_the_gaps(method):
+def test_templates_keep_what_is_given_and_fill_the_gaps():
     for model in sharp_models():
         given = ([7, 8], 10, [9, EOS, 11], 3, [12], 8)
-        s = settings(method, slot=0.5, token=0.3)
+        s = settings(slot=0.5, token=0.3)
         out = decode(model, [Request([BOS, 5], given), Request([], ([BOS], 6, [14]))], s)
         text = out.tokens[0]
         assert text[:2] == [7, 8]
