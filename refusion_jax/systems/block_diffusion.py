@@ -203,8 +203,8 @@ class BlockByBlock(Continuer):
 
 def reference(model: Transformer, request: Request, shift: int = 1) -> dict:
     """The decoder in plain Python: one request, no cache, greedy."""
-    plain, s, commits = ReferenceDecoder(model, request), request.settings, []
-    text, end, K = dict(plain.given), request.length, request.settings.block_size
+    plain, s = ReferenceDecoder(model, request), request.settings
+    text, end, K = plain.text, request.length, s.block_size
     start = (len(text) - shift) // K * K
     while any(place not in text for place in range(end)):
         tokens = [text.get(at, plain.ids.mask_id) if at < end else plain.ids.mask_id for at in range(start + K)]
@@ -223,9 +223,8 @@ def reference(model: Transformer, request: Request, shift: int = 1) -> dict:
         for at in revealed:
             if at < end:
                 text[at] = best[at]
-                commits.append((best[at], at))
                 end = at + 1 if best[at] == plain.ids.eos_id else end
-    return plain.result(commits, len(plain.phases))
+    return plain.result()
 
 
 SYSTEM = System(

@@ -34,7 +34,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import struct
-from jaxtyping import Array, Bool, Float32, Int32, Key
+from jaxtyping import Array, Bool, Float, Int32, Key
 
 from refusion_jax.cli.settings import setting
 from refusion_jax.decoding.cache import Cache, stored
@@ -115,20 +115,22 @@ class BlockCache(masked.MaskedDecoder):
         # Whole where half of the rows begin a block: with 16 rows that is 1.43 times as fast as not letting any of them
         # wait in blocks of 8 tokens, and 1.06 times in blocks of 32; where all rows begin together, 1.59 and 0.81 times
         # (configs/headline.py:tiny, on two CPU cores).
-        is_whole = 2 * jnp.sum(self._that_begin(s)) >= jnp.sum(s.active)
-        branches = (lambda s: self._whole(model, s)), (lambda s: self._block(model, s))
-        after, tokens, chances = jax.lax.cond(is_whole, *branches, s)
+        begins = s.block_step == 0
+        is_whole = 2 * jnp.sum(s.active & begins) >= jnp.sum(s.active)
+        takes_part = s.active & (begins == is_whole)
         w, _ = self.window(s)
-        tell_plan(tokens, w.position, w.masked, chances)
-        return after
+        whole, block = (lambda: self._whole(model, s, w, takes_part)), (lambda: self._block(model, s))
+        x, entries = jax.lax.cond(is_whole, whole, block)
+        proposal = masked.propose(model.logits(x), s, w, self.ids)
+        tell_plan(proposal.token, w.position, w.masked, proposal.probability)
+        is_first = is_whole & self.shifted & (jnp.arange(self.block_length)[None] == 0)
+        return self.commit(s.replace(entries=entries), w, proposal, takes_part, is_first)
 
-    def _that_begin(self, s: State) -> Bool[Array, "B"]:
-        """The rows that take part in a forward pass over whole texts."""
-        return s.active & (s.block_step == 0)
-
-    def _whole(self, model: Transformer, s: State) -> tuple[State, Int32[Array, "B K"], Float32[Array, "B K"]]:
-        """One forward over whole texts, whose keys and values are kept: (state, tokens of the block, their chances)."""
-        (w, _), (start, fed), C, took_part = self.window(s), self._fed(s), self.width, self._that_begin(s)
+    def _whole(
+        self, model: Transformer, s: State, w: masked.Window, takes_part: Bool[Array, "B"]
+    ) -> tuple[Float[Array, "B K D"], KeyValues]:
+        """One forward over whole texts, whose keys and values are kept: (what the head reads of the block, these)."""
+        (start, fed), C = self._fed(s), self.width
         at = jnp.maximum(w.position - self.shifted, 0)
 
         def forward(width: int):
@@ -143,23 +145,19 @@ class BlockCache(masked.MaskedDecoder):
             room = max(0, self.cache_length - x.shape[2])
             return jnp.pad(x[:, :, : self.cache_length], ((0, 0), (0, 0), (0, room), (0, 0), (0, 0)))
 
-        lengths = jnp.where(took_part, s.length, 0)
+        lengths = jnp.where(takes_part, s.length, 0)
         x, new = masked.in_smallest(lengths, masked.widths(C, self.new_tokens), forward)
         index = jnp.arange(C)[None]
         if self.reuse == "dual":  # entries after the block are moved next to those before it
             order = jnp.minimum(jnp.where(index < start[:, None], index, index + fed[:, None]), C - 1)
             order = order[None, :, :, None, None]
             new = jax.tree.map(lambda x: jnp.take_along_axis(x, order, axis=2), new)
-        is_new = took_part[None, :, None, None, None]
-        entries = jax.tree.map(lambda new, old: jnp.where(is_new, new, old), stored(new), s.entries)
-        is_first = self.shifted & (jnp.arange(self.block_length)[None] == 0)
-        proposal = masked.propose(model.logits(x), s, w, self.ids)
-        after = self.commit(s.replace(entries=entries), w, proposal, took_part, is_first)
-        return after, proposal.token, proposal.probability
+        is_new = takes_part[None, :, None, None, None]
+        return x, jax.tree.map(lambda new, old: jnp.where(is_new, new, old), stored(new), s.entries)
 
-    def _block(self, model: Transformer, s: State) -> tuple[State, Int32[Array, "B K"], Float32[Array, "B K"]]:
+    def _block(self, model: Transformer, s: State) -> tuple[Float[Array, "B K D"], KeyValues]:
         """`_whole` for a forward pass over the block, on top of the kept keys and values."""
-        (w, _), (start, fed) = self.window(s), self._fed(s)
+        start, fed = self._fed(s)
         F = self.block_length if self.reuse == "dual" else self.new_tokens  # with `dual` the block, else all from it on
         offset = jnp.arange(F)[None]
         index = start[:, None] + offset
@@ -168,8 +166,7 @@ class BlockCache(masked.MaskedDecoder):
         x, _ = model.extend_hidden(tokens, index, s.entries, s.length - fed, visible)
         # With a shifted model, the first token of the block was committed by the forward over the whole text.
         at = np.maximum(np.arange(self.block_length) - self.shifted, 0)
-        proposal = masked.propose(model.logits(x[:, at]), s, w, self.ids)
-        return self.commit(s, w, proposal, s.active & (s.block_step > 0)), proposal.token, proposal.probability
+        return x[:, at], s.entries
 
     def _fed(self, s: State) -> tuple[Int32[Array, "B"], Int32[Array, "B"]]:
         """The start and length of what is fed on top of the cache: the block, or all from it on."""
