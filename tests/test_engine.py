@@ -140,18 +140,6 @@ def test_a_lossless_decoder_is_served_and_so_are_the_gaps_that_it_fills():
     assert [answers[i].tokens for i in range(len(asked))] == decode(model, asked, own).tokens
 
 
-def test_a_row_is_kept_for_callers_that_have_none(engine):
-    """Many long answers of one caller leave a row to a short one of another."""
-    engine, model, own = engine
-    long = next(p for p in ([BOS, 5 + i] for i in range(20)) if len(decode(model, [p], own).tokens[0]) == 96)
-    told = Told()
-    engine.submit([told.job(("long", i), request_of(engine, long, 96), told.hold, is_watched=True) for i in range(6)])
-    wait_until(lambda: engine.load["decoding"])
-    engine.submit([told.job("short", request_of(engine, [BOS, 9], 4))])
-    assert told.wait(1) == ["short"]
-    assert len(told.wait(6)) == 7
-
-
 def test_what_a_prompt_begins_with_is_known_after_its_row_has_had_others(engine, monkeypatch):
     """The same answers as without, nothing compiled, no more memory than at first, and no prefill wider than needed."""
     engine, model, own = engine

@@ -7,7 +7,7 @@ import pytest
 from conftest import MASK, PAD, PROMPTS, causal, settings, sharp_model
 
 from refusion_jax import DecodeSettings, decode
-from refusion_jax.decoding.sampling import probability, sample
+from refusion_jax.decoding.sampling import sample
 from refusion_jax.decoding.settings import TracedSettings
 
 
@@ -57,13 +57,6 @@ def test_sampling_depends_on_the_seed():
     a, b, c = (decode(model, PROMPTS, settings(temperature=1.0, seed=seed)) for seed in (0, 0, 1))
     assert a == b
     assert a != c
-
-
-def test_probability_is_softmax_at_the_token():
-    logits = jax.random.normal(jax.random.key(0), (2, 3, 5))
-    tokens = jnp.array([[0, 1, 2], [3, 4, 0]])
-    expected = np.take_along_axis(np.array(jax.nn.softmax(logits)), np.array(tokens)[..., None], axis=-1)[..., 0]
-    np.testing.assert_allclose(probability(logits, tokens), expected, rtol=1e-5)
 
 
 def test_top_k_and_top_p_keep_the_most_probable():

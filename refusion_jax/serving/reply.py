@@ -201,15 +201,11 @@ class Reply:
         def fail(error: Exception) -> None:
             put((number, error, None))
 
-        return Job(one.request, report, fail, is_watched or _ends_early(one), by_forward)
+        ends_early = one.limit < sum(length for _, length in one.request.gaps)  # a decoder writes whole units
+        return Job(one.request, report, fail, is_watched or ends_early, by_forward)
 
 
 async def _leaves(request: Request) -> None:
     """Waits until the client has closed the connection; its request has been read."""
     while (await request.receive())["type"] != "http.disconnect":
         pass
-
-
-def _ends_early(one: Choice) -> bool:
-    """Whether fewer tokens are wanted than the decoder writes, which writes whole units."""
-    return one.limit < sum(length for _, length in one.request.gaps)

@@ -18,7 +18,6 @@ import dataclasses
 import itertools
 import time
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -146,16 +145,9 @@ class Setup:
         return each * (outside + held), numbers * (bits[cache] / 8 if cache in bits else itemsize) + scales
 
 
-class Chosen(NamedTuple):
-    """The best candidate, and those it was chosen from."""
-
-    fitting: list[Candidate]  # within both limits
-    best: Candidate
-    binds: str  # which limits keep better ones out, and what takes most of a forward pass
-
-
-def choose(found: Sequence[Candidate], wanted: Wanted) -> Chosen:
-    """The best candidate within both limits.
+def choose(found: Sequence[Candidate], wanted: Wanted) -> tuple[list[Candidate], Candidate, str]:
+    """(the candidates within both limits; the best of them; which limits keep better ones out, and what takes most of
+    a forward pass).
 
     Raises:
       UserError: where there is none, with the least memory and the shortest answer of any.
@@ -175,7 +167,7 @@ def choose(found: Sequence[Candidate], wanted: Wanted) -> Chosen:
     }
     limits = " and ".join(name for name, binds in has_limit.items() if binds)
     slowest = max(best.parts, key=best.parts.get)
-    return Chosen(fitting, best, f"{limits or 'no limit'}; most of a forward pass is {slowest}")
+    return fitting, best, f"{limits or 'no limit'}; most of a forward pass is {slowest}"
 
 
 def rank(each: Candidate) -> tuple:

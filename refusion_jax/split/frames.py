@@ -11,6 +11,7 @@ import dataclasses
 import socket
 import ssl
 import struct
+import typing
 import zlib
 from pathlib import Path
 
@@ -117,8 +118,8 @@ class Refused:
     why: str
 
 
-_KINDS = (Hello, Welcome, Start, Admit, Place, Forward, Result, Probe, Bye, Refused)
 Message = Hello | Welcome | Start | Admit | Place | Forward | Result | Probe | Bye | Refused
+_KINDS = typing.get_args(Message)
 
 
 class FrameError(UserError):
