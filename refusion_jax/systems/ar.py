@@ -81,10 +81,16 @@ class LeftToRight(Continuer):
 
 
 def reference(model: Transformer, request: Request) -> dict:
-    """The decoder in plain Python: one request, no cache, greedy."""
+    """One token per forward in plain Python: one request, no cache, greedy. What is given, then the gaps in text order.
+
+    A token is predicted by the one before it in the text if that was committed last, otherwise (where a decoder fills
+    gaps) by a mask. Both see all that was committed.
+    """
     plain = ReferenceDecoder(model, request)
     for place in plain.places:
-        plain.text[place] = plain.best(plain.forward("next", list(plain.text.values()))[-1], place)
+        mask = [] if next(reversed(plain.text)) == place - 1 else [place]
+        fed = [*plain.text, *mask]
+        plain.text[place] = plain.best(plain.forward("next", plain.tokens(fed), fed)[-1], place)
         if plain.has_ended:
             break
     return plain.result()

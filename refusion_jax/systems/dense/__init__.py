@@ -9,7 +9,6 @@ from refusion_jax.systems import ar
 from refusion_jax.systems.dense.drafting import Drafting
 from refusion_jax.systems.dense.objective import DenseSlots
 from refusion_jax.systems.dense.planning import PlanAlone
-from refusion_jax.systems.dense.reference import one_by_one
 from refusion_jax.systems.interface import ConfigSection, Experiments, ScoredText, ScoredTokens, Scoring, System
 from refusion_jax.systems.refusion.experiments import CLAIMS
 from refusion_jax.systems.refusion.objective import slot_scoring
@@ -37,7 +36,7 @@ SYSTEM = System(
     name="dense",
     objective=DenseSlots,
     decoders={"dense": Drafting, "dense_plan": PlanAlone},
-    references={"dense": one_by_one, "dense_plan": functools.partial(plan_and_infill, plans_alone=True)},
+    references={"dense": ar.reference, "dense_plan": functools.partial(plan_and_infill, plans_alone=True)},
     section=ConfigSection("dense", declared(DenseSlots)),
     scoring=Scoring(scoring_forward),
     experiments=Experiments(CLAIMS),  # no paper claims them of it: they are goals
