@@ -17,6 +17,10 @@ def _count(default: int, help: str, most: int = 2**24) -> Setting:
     return Setting(default, help, at_least=1, at_most=most)
 
 
+def _from_0(default: float, help: str, most: float) -> Setting:
+    return Setting(default, help, at_least=0, at_most=most)
+
+
 def _axis(default: int, help: str) -> Setting:
     return Setting(default, help, at_most=2**20)
 
@@ -24,9 +28,7 @@ def _axis(default: int, help: str) -> Setting:
 _TRAINING = {
     "seed": Setting(0, "seed of weights, order of rows and noise: of all randomness", at_least=0, below=2**32),
     "steps": _count(1000, "optimizer steps", _MOST_STEPS),
-    "epochs": Setting(
-        0.0, "times that all rows are trained on, which sets steps; 0: as steps says", at_least=0, at_most=1e6
-    ),
+    "epochs": _from_0(0.0, "times that all rows are trained on, which sets steps; 0: as steps says", 1e6),
     "batch_size": _count(32, "rows per step, over all chips"),
     "row_length": _count(1024, "tokens per row; documents are packed into rows"),
     "init_from": Setting(
@@ -38,16 +40,16 @@ _TRAINING = {
     "schedule": Setting(
         "cosine", "cosine | wsd (warmup, stable, decay) | constant", choices=("cosine", "wsd", "constant")
     ),
-    "warmup_steps": Setting(0, "linear warm-up from 0", at_least=0, at_most=_MOST_STEPS),
-    "decay_steps": Setting(0, "length of the final linear decay of wsd", at_least=0, at_most=_MOST_STEPS),
-    "final_lr_ratio": Setting(0.1, "learning rate at the end over its peak (cosine, wsd)", at_least=0, at_most=1),
+    "warmup_steps": _from_0(0, "linear warm-up from 0", _MOST_STEPS),
+    "decay_steps": _from_0(0, "length of the final linear decay of wsd", _MOST_STEPS),
+    "final_lr_ratio": _from_0(0.1, "learning rate at the end over its peak (cosine, wsd)", 1),
     "optimizer": Setting(
         "adamw",
         "adamw | adafactor (moments of rows and columns only) | muon (one moment per weight)",
         choices=("adamw", "adafactor", "muon"),
     ),
     "moment_dtype": Setting("float32", "dtype of the first moment, float32 | bfloat16", choices=_WIDTHS),
-    "weight_decay": Setting(0.1, "on matrices only", at_least=0, at_most=1000),
+    "weight_decay": _from_0(0.1, "on matrices only", 1000),
     "beta1": Setting(
         0.9, "decay of AdamW's first moment, also in its part of muon; adafactor has none", at_least=0, below=1
     ),
@@ -112,33 +114,24 @@ _MODEL = {
         "empty: none",
     ),
     "local_rope": Setting((), "for Gemma 3: (rope_theta of local layers, every how many-th layer is global); or empty"),
-    "query_pre_attn_scalar": Setting(
-        0, "attention divides by its square root; 0: by that of head_dim", at_least=0, at_most=2**20
-    ),
-    "num_experts": Setting(0, "experts of a layer, of a family that has them", at_least=0, at_most=2**14),
-    "num_experts_per_tok": Setting(0, "experts that a token goes to", at_least=0, at_most=2**7),
-    "moe_intermediate_size": Setting(0, "width of an expert's SwiGLU", at_least=0, at_most=2**22),
+    "query_pre_attn_scalar": _from_0(0, "attention divides by its square root; 0: by that of head_dim", 2**20),
+    "num_experts": _from_0(0, "experts of a layer, of a family that has them", 2**14),
+    "num_experts_per_tok": _from_0(0, "experts that a token goes to", 2**7),
+    "moe_intermediate_size": _from_0(0, "width of an expert's SwiGLU", 2**22),
     "norm_topk_prob": Setting(True, "the weights of a token's experts sum to 1"),
-    "router_aux_loss_coef": Setting(
-        0.001, "weight of the loss that balances experts, the metric loss_router; 0: none", at_least=0, at_most=1e6
+    "router_aux_loss_coef": _from_0(
+        0.001, "weight of the loss that balances experts, the metric loss_router; 0: none", 1e6
     ),
-    "first_k_dense_replace": Setting(0, "layers before the first with experts", at_least=0, at_most=2**14),
-    "num_shared_experts": Setting(
-        0, "more experts, as one MLP that every token goes through", at_least=0, at_most=2**7
-    ),
-    "n_group": Setting(1, "groups of experts", at_least=1, at_most=2**14),
-    "topk_group": Setting(1, "groups that a token chooses its experts from", at_least=1, at_most=2**14),
+    "first_k_dense_replace": _from_0(0, "layers before the first with experts", 2**14),
+    "num_shared_experts": _from_0(0, "more experts, as one MLP that every token goes through", 2**7),
+    "n_group": _count(1, "groups of experts", 2**14),
+    "topk_group": _count(1, "groups that a token chooses its experts from", 2**14),
     "routed_scaling_factor": Setting(1.0, "factor of the weights of a token's experts", above=0, at_most=1e6),
     "partial_rotary_factor": Setting(1.0, "the part of a head that RoPE rotates", above=0, at_most=1),
 }
 
 _LORA = {
-    "rank": Setting(
-        0,
-        "rank of adapters (LoRA), trained in place of the weights of init_from; 0: none",
-        at_least=0,
-        at_most=2**14,
-    ),
+    "rank": _from_0(0, "rank of adapters (LoRA), trained in place of the weights of init_from; 0: none", 2**14),
     "alpha": Setting(16.0, "adapters count alpha / rank times", above=0, at_most=1e6),
     "targets": Setting(".*_proj", "pattern of the weights that get one: (q|k|v|o|gate|up|down)_proj"),
     "full": Setting("", "pattern of weights that are trained themselves, such as embed_tokens|.*norm; empty: none"),
@@ -186,10 +179,10 @@ _EVAL = {
     "every": _count(
         1000, "steps between evaluations of the held-out loss; the last step is always evaluated", _MOST_STEPS
     ),
-    "rows": Setting(256, "rows evaluated, at most, evenly spaced; 0: all", at_least=0, at_most=2**31 - 1),
+    "rows": _from_0(256, "rows evaluated, at most, evenly spaced; 0: all", 2**31 - 1),
     "tasks": Setting("", "tasks of `evaluate` to decode and score while training, with commas between; empty: none"),
     "tasks_every": _count(1000, "steps between that; the last step is always scored", _MOST_STEPS),
-    "limit": Setting(200, "problems of each task, the first so many; 0: all", at_least=0, at_most=2**31 - 1),
+    "limit": _from_0(200, "problems of each task, the first so many; 0: all", 2**31 - 1),
     "include_path": Setting("", "directory of task files of your own (lm_eval's YAML)"),
     "task_data": Setting("", "directory with TASK.jsonl, in place of what TASK downloads"),
     "decode": Setting("", "settings of decoding, such as 'slot_size=4 batch_size=32'; they override the tasks' own"),
