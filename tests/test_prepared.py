@@ -61,19 +61,21 @@ def read(rows, hosts, batch_size, first, last, seed=0):
     return [row for step in zip(*parts, strict=True) for part in step for row in part["tokens"][:, 0].tolist()]
 
 
-@hypothesis.settings(max_examples=25)
+@hypothesis.settings(max_examples=10)
 @hypothesis.given(
-    rows=st.integers(1, 70),
+    rows=st.integers(30, 70),  # Grain's shuffle of a few takes milliseconds for each
     batch_size=st.sampled_from([4, 8, 12]),
     switches=st.lists(st.tuples(st.integers(1, 6), st.sampled_from([1, 2, 4])), min_size=1, max_size=5),
     seed=st.integers(0, 2**31),
 )
+@hypothesis.example(rows=1, batch_size=4, switches=[(2, 2), (1, 1)], seed=0)
 def test_every_row_comes_once_an_epoch_whatever_the_hosts(rows, batch_size, switches, seed):
     data, seen, step = Numbers(rows), [], 0
     for steps, hosts in switches:
         seen += read(data, hosts, batch_size, step, step + steps, seed)
         step += steps
-    assert seen == read(data, 1, batch_size, 0, step, seed)
+    order = row_order(data, seed)
+    assert seen == [order[place] for place in range(step * batch_size)]
     whole, rest = divmod(len(seen), rows)
     for epoch in range(whole):
         assert sorted(seen[epoch * rows : (epoch + 1) * rows]) == list(range(rows))
@@ -113,11 +115,12 @@ def test_any_step_of_a_huge_data_set_is_there_at_once():
     assert len({order[10**12 + i] for i in range(1000)}) > 990
 
 
-@hypothesis.settings(max_examples=30)
+@hypothesis.settings(max_examples=15)
 @hypothesis.given(
-    parts=st.lists(st.tuples(st.integers(1, 300), st.integers(1, 20)), min_size=2, max_size=4),
+    parts=st.lists(st.tuples(st.integers(50, 300), st.integers(1, 20)), min_size=2, max_size=4),
     places=st.integers(1, 1000),
 )
+@hypothesis.example(parts=[(1, 1), (2, 3)], places=50)
 def test_a_mixture_keeps_its_weights_and_each_source_its_epochs(parts, places):
     sizes, weights = zip(*parts, strict=True)
     order = RowOrder(sizes, weights, seed=1)
