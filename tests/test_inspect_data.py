@@ -1,5 +1,6 @@
 """`inspect_data` shows what training sees."""
 
+import io
 import itertools
 import json
 import re
@@ -11,6 +12,7 @@ import pytest
 from conftest import TINY_RUN, run
 from flax import nnx
 from helpers import check_page
+from rich.console import Console
 
 from refusion_jax.batch.batch import loss_terms
 from refusion_jax.batch.rows import Rows
@@ -20,7 +22,7 @@ from refusion_jax.config.run_config import read_config
 from refusion_jax.data.prepared import PreparedRows
 from refusion_jax.distributed.sharding import make_mesh
 from refusion_jax.training import data_page
-from refusion_jax.training.inspection import corrupted, training_batch
+from refusion_jax.training.inspection import corrupted, show_row, training_batch
 from refusion_jax.training.program import train_program
 from refusion_jax.training.row_page import BEGINNING, row_page
 
@@ -58,11 +60,12 @@ def test_any_system_s_row_can_be_looked_at(objective, trained_run):
 
 def test_shuffled_documents_are_shown_next_to_their_own_text(trained_run):
     """`block_diffusion` shuffles the documents of a row, and gives each of them without masks as well, in the end."""
-    flags = [flag for flag in TINY_RUN if "steps" not in flag]
-    flags += [f"--workdir={trained_run}", "--config.objective=block_diffusion"]
-    moved = 0
+    config, moved = read_config(trained_run), 0
+    config.objective = "block_diffusion"
+    shown = training_batch(config, trained_run, 0)
     for place in range(4):
-        lines = run("inspect_data", *flags, f"--place={place}")[0].splitlines()
+        show_row(console := Console(file=io.StringIO(), soft_wrap=True), *shown, place, labels=False)
+        lines = console.file.getvalue().splitlines()
         texts, given = ([line[7:] for line in lines if line.startswith(word)] for word in ("text ", "given "))
         assert len(texts) == len(given)
         assert all(own.endswith(text) for text, own in zip(texts, given, strict=True)), lines
