@@ -64,6 +64,15 @@ def test_prefilled_blocks_are_those_of_a_forward_over_everything():
     assert abs(causal.keys[1, 0] - whole.keys[1, 0]).max() > 1e-3
 
 
+@pytest.mark.parametrize("block_size", [24, 96])
+def test_a_long_prompt_is_prefilled_in_whole_blocks(block_size):
+    """On a CPU in shorter chunks than are allowed."""
+    model, given = tiny_model(), Given(*(jnp.arange(192)[None] % n for n in (25, 192)), jnp.array([192]))
+    pieces, whole = (kv.prefill(model, given, n, block_size=block_size).entries for n in (block_size, 192))
+    assert kv.tokens_at_once(192, block_size) < 192
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), pieces, whole)
+
+
 def test_where_all_is_sure_a_sub_block_takes_a_forward():
     """A prompt of 4 and 12 new tokens in blocks of 8, sub-blocks of 2: two forwards, a commit, four forwards."""
     s = settings("block_diffusion", new=12, block_size=8, sub_block=2, threshold=0.0, eos_id=29)

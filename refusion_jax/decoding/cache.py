@@ -15,10 +15,12 @@ from jax.experimental.layout import Layout, with_layout_constraint
 from jaxtyping import Array, Bool, Float32, Int32
 
 from refusion_jax.decoding.requests import Given
-from refusion_jax.distributed.sharding import constrain
+from refusion_jax.distributed.sharding import constrain, device_kind_here
 from refusion_jax.model.key_values import KeyValues
 from refusion_jax.model.shape import ModelConfig
 from refusion_jax.model.transformer import Transformer
+
+_CPU_CHUNK = 64  # tokens per forward of the prefill on a CPU, at most
 
 
 @struct.dataclass
@@ -58,12 +60,12 @@ def prefill(model: Transformer, given: Given, chunk_length: int, block_size: int
       model: the transformer.
       given: [B, C] tokens, padded on the right; C is also the capacity of the cache. Keys and values in `given.shared`
         are copied, not computed.
-      chunk_length: tokens per forward, at most C; a multiple of the block size.
+      chunk_length: tokens per forward, at most C; a multiple of the block size. See `tokens_at_once`.
       block_size: attention is causal over blocks of this size, counted from the first token. The entries of a last,
         incomplete block are not valid.
     """
     B, C = given.tokens.shape
-    T, first, cache = chunk_length, 0, Cache.empty(model, B, C)
+    T, first, cache = tokens_at_once(chunk_length, block_size), 0, Cache.empty(model, B, C)
     if given.shared:
         first, cache = given.shared.length, Cache(split(given.shared.entries), cache.length)
 
@@ -79,6 +81,16 @@ def prefill(model: Transformer, given: Given, chunk_length: int, block_size: int
     chunks = (jnp.max(given.length) - first + T - 1) // T
     cache = jax.lax.fori_loop(0, chunks, chunk, cache)
     return Cache(cache.entries, given.length)
+
+
+def tokens_at_once(chunk_length: int, block_size: int = 1) -> int:
+    """Tokens per forward of a prefill in chunks of at most `chunk_length`, a multiple of the block size.
+
+    On a CPU padding takes as long as tokens do. On one core SmolLM2-135M takes 0.75 s for a prompt of 100 tokens in a
+    chunk of 256, and 0.33 s in two of 64; for one of 500 tokens 1.58 s and 1.40 s.
+    """
+    most = max(_CPU_CHUNK // block_size, 1) * block_size
+    return min(chunk_length, most) if device_kind_here() == "cpu" else chunk_length
 
 
 def prefill_but_last(model: Transformer, given: Given, chunk_length: int) -> tuple[Cache, Int32[Array, "B"]]:

@@ -8,7 +8,7 @@ from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 
 from refusion_jax.cli.errors import SettingError
-from refusion_jax.decoding.cache import bytes_per_token
+from refusion_jax.decoding.cache import bytes_per_token, tokens_at_once
 from refusion_jax.decoding.decoder import Decoder
 from refusion_jax.distributed.sharding import shard_count
 from refusion_jax.model.transformer import Transformer
@@ -45,6 +45,7 @@ def bytes_needed(model: Transformer, mesh: Mesh, rows: int, decoder: Decoder, ke
     rows = -(-rows // batch)
     with jax.set_mesh(mesh):
         scored = decoder.scored(model, rows * batch)
+        prefilled = tokens_at_once(decoder.chunk) if decoder.copies_prefix else decoder.chunk or entries
     logits = _LOGIT_ARRAYS * c.vocab_size * _FLOAT32
     logits += model.head_rows * c.hidden_size * model.dtype.itemsize  # gathered rows of the head
     rounded = c.vocab_size * c.hidden_size if model.head_rows else 0  # the head in int8
@@ -52,7 +53,7 @@ def bytes_needed(model: Transformer, mesh: Mesh, rows: int, decoder: Decoder, ke
     def scores(fed: int) -> int:
         return 2 * fed * c.num_attention_heads * (entries + fed) * _FLOAT32  # before and after softmax
 
-    temporary = max(rows * scores(decoder.width) + scored * logits, admitted * scores(decoder.chunk or entries))
+    temporary = max(rows * scores(decoder.width) + scored * logits, admitted * scores(prefilled))
     cached = (rows + admitted) * entries + kept
     return (cached * bytes_per_token(c, model.cache_dtype) + temporary + rounded) // tensor
 

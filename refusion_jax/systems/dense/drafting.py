@@ -139,7 +139,7 @@ class Drafting(Continuer):
 
     def init(self, model: Transformer, layout: Layout, keys: Key[Array, "B"]) -> State:
         """The initial state: all that is given is prefilled, and the first token committed."""
-        given, N, P = layout.given, self.most[0], self.chunk
+        given, N, P = layout.given, self.most[0], kv.tokens_at_once(self.chunk)
         B = len(given.length)
         before = jnp.maximum(given.length - P, 0)  # prefilled without masks
         cache = kv.prefill(model, given.replace(length=before), P)
