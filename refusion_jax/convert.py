@@ -3,11 +3,11 @@
   python -m refusion_jax.convert --format=orbax --from=Qwen3-0.6B --to=gs://bucket/models/qwen3-0.6b
   python -m refusion_jax.convert --format=huggingface --from=gs://bucket/runs/mine --to=export --dtype=bfloat16
 
-Directories are local or in an object store. Families that can be read: Gemma 3 (its text models), Llama (SmolLM2, too),
-Mistral, OLMo 2, Qwen2 and Qwen3; and what the authors of other systems released (systems/README.md). Weights are spread
-over all devices here; JAX_PLATFORMS=cpu keeps them in the host's memory. Tokenizer files are carried along. `generate`
-reads both kinds of directory as they are, and adapters that `peft` wrote; --format=peft writes the adapters of a run.
-What is exported of a run has a model card, README.md, which says how transformers decodes it.
+Directories are local or in an object store. Families that can be read: Gemma 3 (its text models), Llama, SmolLM2,
+SmolLM3, Mistral, OLMo 2, Qwen2, Qwen3, Qwen3-MoE; and what the authors of other systems released (systems/README.md).
+Weights are spread over all devices here; JAX_PLATFORMS=cpu keeps them in the host's memory. Tokenizer files are carried
+along. `generate` reads both kinds of directory as they are, and adapters that `peft` wrote; --format=peft writes the
+adapters of a run. What is exported of a run has a model card, README.md, which says how transformers decodes it.
 """
 
 import math

@@ -79,6 +79,9 @@ FAMILIES = {
     "qwen3_moe": {"head_dim": 8, "num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24},
     "qwen3_moe normalized": {"head_dim": 8, "num_experts": 4, "moe_intermediate_size": 12, "norm_topk_prob": True}
     | {"num_experts_per_tok": 3},
+    "smollm3": {"num_hidden_layers": 5, "rope_theta": 5e6},  # the fourth layer is without RoPE
+    "smollm3 scaled": {"rope_scaling": {"rope_type": "linear", "factor": 8.0}, "no_rope_layers": [1, 0, 1]}
+    | {"tie_word_embeddings": False},
 }
 
 

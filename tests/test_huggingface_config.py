@@ -44,14 +44,25 @@ CONTRADICTIONS = [  # what config.json says of a family (...: nothing), and what
         {"rope_parameters": {"full_attention": {"rope_theta": 9.0}, "sliding_attention": SCALED}},
         "rope_parameters scale those of sliding_attention",
     ),
+    ("smollm3", {"attention_bias": True}, "attention_bias=true is not supported"),
+    ("smollm3", {"use_sliding_window": True, "sliding_window": 64}, "use_sliding_window=true is not supported"),
+    ("smollm3", {"layer_types": ["full_attention", "sliding_attention"]}, "layer_types=.* times full_attention$"),
+    ("smollm3", {"no_rope_layers": [0, 1]}, r"no_rope_layers=\[0, 1\] is not .* num_hidden_layers=2 times 1, or 0"),
+    ("smollm3", {"no_rope_layers": [1]}, r"no_rope_layers=\[1\] is not supported"),
+    ("smollm3", {"no_rope_layer_interval": 0}, "no_rope_layer_interval=0 must be 1 to 32768 for family=smollm3"),
+    ("llama", {"no_rope_layers": [1, 0]}, r"no_rope_layers=\[1, 0\] is not supported"),
 ]
+
+NEEDED = {
+    "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8},
+    "smollm3": {"no_rope_layer_interval": 4},
+}
 
 
 @pytest.mark.parametrize(("family", "changes", "said"), CONTRADICTIONS)
 def test_what_would_be_another_computation_is_refused(family, changes, said, tmp_path):
     """What transformers computes otherwise, or refuses."""
-    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8} if "moe" in family else {}
-    described = huggingface_config.describe(tiny_config(family=family, **experts), "float32")
+    described = huggingface_config.describe(tiny_config(family=family, **NEEDED.get(family, {})), "float32")
     (tmp_path / "config.json").write_text(json.dumps(described))
     huggingface_config.read_model_config(epath.Path(tmp_path))
     described = {key: value for key, value in (described | changes).items() if value is not ...}
@@ -60,12 +71,20 @@ def test_what_would_be_another_computation_is_refused(family, changes, said, tmp
         huggingface_config.read_model_config(epath.Path(tmp_path))
 
 
-@pytest.mark.parametrize(("family", "epsilon"), [("llama", 1e-6), ("olmo2", 1e-5)])
-def test_what_config_json_leaves_out_is_the_familys_default(family, epsilon, tmp_path):
-    described = huggingface_config.describe(tiny_config(family=family), "float32")
-    del described["rms_norm_eps"]
-    (tmp_path / "config.json").write_text(json.dumps(described))
-    assert huggingface_config.read_model_config(epath.Path(tmp_path)).rms_norm_eps == epsilon
+DEFAULTS = {"num_key_value_heads": 4, "tie_word_embeddings": True, "rope_theta": 2e6, "no_rope_layer_interval": 4}
+DEFAULTS |= {"pad_token_id": 128004, "bos_token_id": 128000, "eos_token_id": 128001, "rms_norm_eps": 1e-6}
+
+
+@pytest.mark.parametrize(
+    ("family", "expected"),
+    [("llama", {"rms_norm_eps": 1e-6}), ("olmo2", {"rms_norm_eps": 1e-5}), ("smollm3", DEFAULTS)],
+)
+def test_what_config_json_leaves_out_is_the_familys_default(family, expected, tmp_path):
+    shape = tiny_config(family=family, vocab_size=128_256, num_attention_heads=8, **NEEDED.get(family, {}))
+    described = huggingface_config.describe(shape, "float32")
+    (tmp_path / "config.json").write_text(json.dumps({k: v for k, v in described.items() if k not in expected}))
+    config = huggingface_config.read_model_config(epath.Path(tmp_path))
+    assert {key: getattr(config, key) for key in expected} == expected
 
 
 def test_of_several_tokens_that_end_a_text_an_answer_ends_with_the_tokenizers(tmp_path):

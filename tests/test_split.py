@@ -81,7 +81,7 @@ class Cutter(Shaper):
 
 @pytest.fixture(scope="module")
 def model():
-    return sharp_model(num_hidden_layers=3)
+    return sharp_model(num_hidden_layers=3, family="smollm3", no_rope_layer_interval=2)
 
 
 @pytest.fixture(scope="module")

@@ -241,7 +241,7 @@ def check_fits(path: epath.Path, config: ModelConfig, tokenizer: Tokenizer) -> N
             f"{own.decode([token])!r} there, {tokenizer.decode([token])!r} here); name it with "
             f"--config.data.tokenizer, and prepare data with it"
         )
-    positions = "rope_theta rope_scaling local_rope query_pre_attn_scalar"
+    positions = "rope_theta rope_scaling local_rope"
     others = [key for key in OPTIONAL if key != "router_aux_loss_coef"]
     for key in [*SIZES, *positions.split(), *others, "rms_norm_eps", "tie_word_embeddings", "family"]:
         if getattr(there, key) != getattr(config, key):

@@ -19,7 +19,7 @@ from refusion_jax.cli.errors import SettingError, UserError, naming
 from refusion_jax.config.keys import keys, keys_of
 from refusion_jax.distributed import sharding
 from refusion_jax.model.lora import INPUTS, read_lora
-from refusion_jax.model.shape import experts_fault
+from refusion_jax.model.shape import family_fault
 from refusion_jax.systems.api import DecodeSettings, check_settings, read_settings
 from refusion_jax.systems.interface import Objective
 from refusion_jax.systems.registry import decoders_for, find_decoder, find_system
@@ -98,7 +98,7 @@ def check(c: ml_collections.ConfigDict) -> None:
     m = c.model
     if m.num_attention_heads % m.num_key_value_heads:
         refuse("model.num_attention_heads", f"must be a multiple of num_key_value_heads={m.num_key_value_heads}")
-    if not c.init_from and (fault := experts_fault(m)):
+    if not c.init_from and (fault := family_fault(m)):
         raise UserError(f"--config.model.{fault}")
     if m.head_dim % 2:
         refuse("model.head_dim", "must be even (RoPE rotates pairs)")

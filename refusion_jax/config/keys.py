@@ -128,6 +128,9 @@ _MODEL = {
     "topk_group": _count(1, "groups that a token chooses its experts from", 2**14),
     "routed_scaling_factor": Setting(1.0, "factor of the weights of a token's experts", above=0, at_most=1e6),
     "partial_rotary_factor": Setting(1.0, "the part of a head that RoPE rotates", above=0, at_most=1),
+    "no_rope_layer_interval": Setting(
+        0, "for SmolLM3: every how many-th layer is without RoPE", at_least=0, at_most=2**15
+    ),
 }
 
 _LORA = {

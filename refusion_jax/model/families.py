@@ -36,7 +36,7 @@ _EXPERTS = {name: f"model.layers.{{}}.mlp.experts.{{}}.{name}.weight" for name i
 OPTIONAL = (
     *("num_experts", "num_experts_per_tok", "moe_intermediate_size", "norm_topk_prob", "router_aux_loss_coef"),
     *("first_k_dense_replace", "num_shared_experts", "n_group", "topk_group", "routed_scaling_factor"),
-    "partial_rotary_factor",
+    *("partial_rotary_factor", "query_pre_attn_scalar", "no_rope_layer_interval"),
 )
 
 
@@ -161,6 +161,20 @@ FAMILIES = {
             "moe_intermediate_size": 768,
             "norm_topk_prob": False,
             "router_aux_loss_coef": 0.001,
+        },
+    ),
+    "smollm3": Family(
+        "SmolLM3ForCausalLM",
+        fixed={"attention_bias": False, "mlp_bias": False, "use_sliding_window": False},
+        defaults={
+            "num_key_value_heads": 4,
+            "tie_word_embeddings": True,
+            "rope_theta": 2e6,
+            "no_rope_layers": None,  # it follows from the next one
+            "no_rope_layer_interval": 4,
+            "pad_token_id": 128004,
+            "bos_token_id": 128000,
+            "eos_token_id": 128001,
         },
     ),
 }

@@ -24,8 +24,11 @@ _ADDED = 1024  # tokens that a tokenizer may have besides those that the model h
 _FULL, _LOCAL = "full_attention", "sliding_attention"
 _LLAMA3 = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")  # of ModelConfig
 _ROPES = {"default": (), "linear": _LLAMA3[:1], "llama3": _LLAMA3}  # rope_type: what it goes by
-# Keys of families that have local layers; in others they would say that some are.
-_OF_LOCAL = ("query_pre_attn_scalar", "rope_local_base_freq", "sliding_window_pattern")
+# Keys of families that have layers of two kinds; in others they would say that some are of another.
+_OF_KINDS = (
+    *("query_pre_attn_scalar", "rope_local_base_freq", "sliding_window_pattern"),
+    *("no_rope_layers", "no_rope_layer_interval"),
+)
 _IGNORED = (  # keys of config.json that change nothing, in what authors released
     *("_name_or_path", "architectures", "auto_map", "attention_dropout", "initializer_range", "torch_dtype", "dtype"),
     *("transformers_version", "use_cache", "max_window_layers"),
@@ -74,6 +77,8 @@ class Config(pydantic.BaseModel):
     topk_group: int = 1
     routed_scaling_factor: float = 1.0
     partial_rotary_factor: float = 1.0
+    no_rope_layers: list[int] | None = None  # 0: a layer without RoPE
+    no_rope_layer_interval: int = 0
     rotary_dim: int | None = None  # another word for partial_rotary_factor
     rope_local_base_freq: float | None = None
     sliding_window: pydantic.PositiveInt | None = None
@@ -113,6 +118,8 @@ def read_model_config(
         if not given.sliding_window:
             raise UserError(f"{file}: sliding_window is missing, to which local layers attend")
         shape["max_position_embeddings"] = min(given.sliding_window, given.max_position_embeddings)
+    if given.no_rope_layers is not None:
+        shape["no_rope_layer_interval"] = _no_rope_interval(file, given.no_rope_layers, given.num_hidden_layers)
     shape["num_key_value_heads"] = given.num_key_value_heads or given.num_attention_heads
     shape["head_dim"] = given.head_dim or given.hidden_size // given.num_attention_heads
     if mask_token_id is None:
@@ -173,7 +180,7 @@ def read_with_names(path: epath.Path, releases: Releases) -> tuple[Config, Mappi
     fixed = dict(family.activation | family.fixed if family else {"model_type": None}) | release.fixed
     defaults = family.defaults if family else {}
     fixed |= {"quantization_config": None, "is_causal": True}
-    fixed |= {key: None for key in _OF_LOCAL if key not in defaults}
+    fixed |= {key: None for key in _OF_KINDS if key not in defaults}
     released_types = sorted({one.model_type for some in releases.values() for one in some})
     for key, value in fixed.items():
         said = given.get(key, defaults.get(key, value))
@@ -244,6 +251,17 @@ def _one_rope(file: epath.Path, given: Config, scaling: Any, theta: float) -> tu
 
 def _layer_types(layers: int, every: int) -> list[str]:
     return [_FULL if layer % every == 0 else _LOCAL for layer in range(1, layers + 1)]
+
+
+def _no_rope_interval(file: epath.Path, kinds: list[int], layers: int) -> int:
+    """Every how many-th layer is without RoPE; of more entries than layers, the first count."""
+    every = [*kinds, 0].index(0) + 1
+    if len(kinds) < layers or any(kind != bool(layer % every) for layer, kind in enumerate(kinds[:layers], 1)):
+        raise UserError(
+            f"{file}: no_rope_layers={json.dumps(kinds)[:90]} is not supported; we read num_hidden_layers={layers} "
+            f"times 1, or 0 for every n-th"
+        )
+    return every
 
 
 def _first(token_id: int | list[int] | None) -> int:

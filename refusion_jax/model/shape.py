@@ -51,6 +51,7 @@ class ModelConfig:
     topk_group: int = 1
     routed_scaling_factor: float = 1.0  # of the weights of a token's experts
     partial_rotary_factor: float = 1.0  # the part of a head that RoPE rotates
+    no_rope_layer_interval: int = 0  # every so many-th layer is without RoPE; 0: none
 
 
 def to_model_config(path: epath.PathLike, content: dict[str, Any]) -> ModelConfig:
@@ -65,15 +66,15 @@ def to_model_config(path: epath.PathLike, content: dict[str, Any]) -> ModelConfi
     return config
 
 
-def experts_fault(c: ModelConfig | ml_collections.ConfigDict) -> str | None:
-    """What is wrong with the experts of a model of a known family, or with another part that few families have."""
+def family_fault(c: ModelConfig | ml_collections.ConfigDict) -> str | None:
+    """What is wrong with the parts of a model that few families have, such as experts; its family is a known one."""
     family = FAMILIES[c.family]
     for field in dataclasses.fields(ModelConfig):
         value = getattr(c, field.name, None)
         if field.name in OPTIONAL and field.name not in family.defaults and value != field.default:
             return f"{field.name}={value}: family={c.family} has none"
-    if not family.experts:
-        return None
+    if c.local_rope and "rope_local_base_freq" not in family.defaults:
+        return f"local_rope={c.local_rope}: family={c.family} has none"
     E, groups = c.num_experts, c.n_group
     for name, least, most in (
         ("num_experts", 1, 2**14),
@@ -85,9 +86,12 @@ def experts_fault(c: ModelConfig | ml_collections.ConfigDict) -> str | None:
         ("n_group", 1, E),
         ("topk_group", 1, groups),
         ("routed_scaling_factor", 0, 10**6),
+        ("no_rope_layer_interval", 1, 2**15),
     ):
-        if not least <= getattr(c, name) <= most:
+        if name in family.defaults and not least <= getattr(c, name) <= most:
             return f"{name}={getattr(c, name)} must be {least} to {most} for family={c.family}"
+    if not family.experts:
+        return None
     if groups > 1 and (E % groups or E < 2 * groups or E // groups * c.topk_group < c.num_experts_per_tok):
         return (
             f"n_group={groups} must split num_experts={E} evenly, into two or more each, and topk_group={c.topk_group} "
@@ -102,7 +106,7 @@ def experts_fault(c: ModelConfig | ml_collections.ConfigDict) -> str | None:
 def _fault(c: ModelConfig) -> str | None:
     if c.family not in FAMILIES:
         return f"family={c.family[:60]} must be one of {', '.join(FAMILIES)}"
-    if fault := experts_fault(c):
+    if fault := family_fault(c):
         return fault
     if c.num_attention_heads % c.num_key_value_heads:
         return f"num_attention_heads={c.num_attention_heads} must be a multiple of {c.num_key_value_heads} kv heads"

@@ -103,7 +103,7 @@ class Layers(nnx.Module):
 
         Args:
           x: the residual stream, in the dtype of computation.
-          rotations: of the tokens' positions; a second one is that of local layers.
+          rotations: of the tokens' positions; of two, the first one is that of every so many-th layer.
           attend: (q, k, v, number of the layer) -> ([B, T, N, H], what to keep of this layer).
           remat: which of `remat.REMAT_POLICIES` the backward pass follows.
           quantization: of products, "int8" or "none".
@@ -150,9 +150,9 @@ class Layers(nnx.Module):
             x = checkpoint_name(x, INPUT)
             h = norm(x, w["attention_norm"], c) if "attention_norm" in w else x
             turn = rotations[0]
-            if c.local_rope:
-                is_global = (number + 1) % c.local_rope[1] == 0
-                turn = jax.tree.map(functools.partial(jnp.where, is_global), *rotations)
+            if len(rotations) > 1:
+                every = c.no_rope_layer_interval or c.local_rope[1]
+                turn = jax.tree.map(functools.partial(jnp.where, (number + 1) % every == 0), *rotations)
             q, k = (rotate(project(h, w, name), turn) for name in "qk")  # [B, T, N, H], [B, T, K, H]
             heads, kept = attend(q, k, project(h, w, "v"), number)
             if not self.outputs_first:

@@ -256,6 +256,9 @@ class Transformer(nnx.Module):
         rotations = [rope_rotation(positions, size, c.rope_theta, c.rope_scaling)]
         if c.local_rope:
             rotations.append(rope_rotation(positions, size, c.local_rope[0]))
+        elif c.no_rope_layer_interval:
+            cos, sin = rotations[0]
+            rotations.insert(0, (jnp.ones_like(cos), jnp.zeros_like(sin)))
         kept, load = [], None
         stacks = [self.dense_layers, self.layers] if c.first_k_dense_replace else [self.layers]
         stacks = [part for stack in stacks for part in (stack if isinstance(stack, nnx.List) else [stack])]
