@@ -30,8 +30,7 @@ def restore_params(path: epath.Path, target: Any) -> Any:
     silence_orbax_tracebacks()
     for directory in steps:
         try:
-            check_whole(directory, ("params",))
-            if misfit := _find_misfit(ocp.StandardCheckpointHandler().metadata(directory / "params"), target):
+            if misfit := _find_misfit(directory, target):
                 break
             with ocp.StandardCheckpointer() as checkpointer:
                 return checkpointer.restore(directory / "params", target)
@@ -58,8 +57,7 @@ def open_params(path: epath.Path, target: Any) -> Callable[[tuple[str, ...], sli
     workdir, step = find_step(path)
     directory = step / "params"
     try:
-        check_whole(step, ("params",))
-        misfit = _find_misfit(ocp.StandardCheckpointHandler().metadata(directory), target)
+        misfit = _find_misfit(step, target)
     except Exception as error:
         raise UserError(f"{path}: checkpoint {step.name} cannot be read ({first_line(error)})") from error
     if misfit:
@@ -92,8 +90,10 @@ def save_params(workdir: epath.Path, params: Any) -> None:
     checkpointer.close()
 
 
-def _find_misfit(there: Any, target: Any) -> str | None:
-    """The first array whose shape in the checkpoint is not the one asked for, in words; or None."""
+def _find_misfit(step: epath.Path, target: Any) -> str | None:
+    """The first array whose shape in a checkpoint is not the one asked for, in words; or None. It must be whole."""
+    check_whole(step, ("params",))
+    there = ocp.StandardCheckpointHandler().metadata(step / "params")
     found, wanted = (
         {jax.tree_util.keystr(path): tuple(x.shape) for path, x in jax.tree.leaves_with_path(tree)}
         for tree in (there, target)

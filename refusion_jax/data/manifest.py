@@ -2,7 +2,6 @@
 
 import dataclasses
 import hashlib
-import json
 from typing import Annotated, Literal
 
 from etils import epath
@@ -10,7 +9,6 @@ from pydantic import Field
 
 from refusion_jax.cli.errors import UserError
 from refusion_jax.distributed.json_files import read_json
-from refusion_jax.distributed.storage import write_file
 
 FORMAT = "refusion_jax rows 1"
 FILE = "manifest.json"
@@ -64,12 +62,6 @@ def file_checksum(path: epath.PathLike) -> str:
     """The checksum of a file of rows, as a `Shard` has it."""
     with epath.Path(path).open("rb") as file:
         return hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16)).hexdigest()
-
-
-def write_manifest(directory: epath.Path, manifest: Manifest) -> None:
-    """Writes the file atomically."""
-    text = json.dumps(dataclasses.asdict(manifest), indent=1) + "\n"
-    write_file(directory / FILE, text)
 
 
 def is_prepared(path: str) -> bool:

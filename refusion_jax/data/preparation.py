@@ -25,7 +25,7 @@ from refusion_jax.cli.paths import is_remote
 from refusion_jax.data.fast_tokenizer import tokenizer_hash
 from refusion_jax.data.input_splits import InputSplit, find_files, splits_of
 from refusion_jax.data.interface import Tokenizer
-from refusion_jax.data.manifest import FILE, PROGRESS, Manifest, read_manifest, write_manifest
+from refusion_jax.data.manifest import FILE, PROGRESS, Manifest, read_manifest
 from refusion_jax.data.rows import token_type
 from refusion_jax.data.shards import PrepareSettings, Report, Worker
 from refusion_jax.data.workers import Runner, Task
@@ -203,7 +203,7 @@ class Preparation:
             totals = {name: sum(getattr(shard, name) for shard in shards[split]) for name in counts}
             fill = totals["tokens"] / (totals["rows"] * settings.row_length)
             manifest = Manifest(**shared, **totals, fill=fill, shards=shards[split])
-            write_manifest(directory, manifest)
+            write_file(directory / FILE, json.dumps(dataclasses.asdict(manifest), indent=1) + "\n")
         _clean(output)
         return manifest
 
