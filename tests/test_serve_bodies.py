@@ -135,27 +135,33 @@ def test_bodies_of_any_kind_are_refused(client):
     assert [answer.status_code for answer in answers] == [413, 413, 400, 400, 400, 400, 400]
 
 
-@pytest.mark.parametrize("slow", ["parsing", "tokenizing"])
-def test_others_are_answered_while_a_large_body_is_read(app, service, monkeypatch, slow):
-    began, release = threading.Event(), threading.Event()
+@pytest.mark.parametrize(("slow", "at_once"), [("parsing", 1), ("tokenizing", 40), ("compiling", 4)])
+def test_others_are_answered_while_requests_take_long(app, service, monkeypatch, slow, at_once):
+    """Large bodies, which are read one by one, and structured answers, which leave threads for the others."""
+    held, release = [], threading.Event()
 
     def hold(*args):
-        began.set()
+        held.append(args)
         assert release.wait(timeout=300), "nobody else was answered"
         raise FailedError("held")
 
-    owner, name = (Completion, "model_validate_json") if slow == "parsing" else (service, "completion")
-    monkeypatch.setattr(owner, name, hold)
+    owners = {"parsing": (Completion, "model_validate_json"), "tokenizing": (service, "completion")}
+    monkeypatch.setattr(*owners.get(slow, (service.engine, "constrained")), hold)
+    body = {"prompt": "a", "guided_choice": ["b"]} if slow == "compiling" else {"prompt": "a" * 10**5}
 
     async def ask() -> None:
         transport = httpx.ASGITransport(app)
         async with httpx.AsyncClient(transport=transport, base_url="http://localhost", timeout=None) as client:
-            large = asyncio.ensure_future(client.post("/v1/completions", json={"prompt": "a" * 10**5}))
-            while not began.is_set():
+            long = [asyncio.ensure_future(client.post("/v1/completions", json=body)) for _ in range(50)]
+            while len(held) < at_once:
                 await asyncio.sleep(0.001)
-            assert (await client.get("/health")).status_code == 200
+            for _ in range(20):
+                assert (await client.get("/health")).status_code == 200
+            if slow == "compiling":
+                assert (await client.post("/v1/completions", json={"prompt": "a"})).status_code == 503
+            assert len(held) == at_once
             release.set()
-            assert (await large).json()["error"]["message"] == "held"
+            assert {(await one).json()["error"]["message"] for one in long} == {"held"}
 
     asyncio.run(ask())
 

@@ -210,7 +210,8 @@ class RunningBatch:
             self._short = static_arguments(self._compiled.graphdef, short)
         for size in self._sizes:
             new = newcomers({self.rows: like}, size, self.rows, decoder, self._prefixes)
-            for compiled in {self._compiled, self._short}:
+            # In this order: what comes first is compiled for other shardings, and a cache of programs holds one order.
+            for compiled in dict.fromkeys((self._compiled, self._short)):
                 self._prefill(new, compiled)
 
     def _admit(self, requests: Sequence[Request], blocks: Sequence[list[bytes]]) -> list[int]:

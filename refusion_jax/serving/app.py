@@ -1,5 +1,6 @@
 """The routes of the server: OpenAI's completions and chats, and what clients that evaluate ask."""
 
+import functools
 import time
 from typing import Annotated, Any
 
@@ -26,6 +27,12 @@ def make_app(service: Service, access: Access, version: str) -> FastAPI:
     checks = [Depends(KeyCheck(access.keys))]
     # FastAPI's /docs loads its scripts from elsewhere.
     app = FastAPI(title="refusion_jax", version=version, docs_url=None, redoc_url=None, dependencies=checks)
+    parsed, structured = functools.partial(_parsed, anyio.CapacityLimiter(1)), anyio.CapacityLimiter(4)
+
+    def threads(body: Completion | Chat) -> anyio.CapacityLimiter | None:
+        """Few for structured answers: a grammar may take seconds, and the first ones wait for programs."""
+        return structured if body.constraints else None
+
     app.add_route("/", page)
     handle_errors(app, service.engine.settings.cache_length)
     guard_access(app, access)
@@ -62,10 +69,10 @@ def make_app(service: Service, access: Access, version: str) -> FastAPI:
         return described
 
     @app.post("/v1/completions", **_documented(Completion))
-    async def completions(body: Annotated[Completion, _parsed(Completion)], request: Request):
+    async def completions(body: Annotated[Completion, parsed(Completion)], request: Request):
         _check_model(body.model, service)
         body.seed = service.seed_of(body)
-        choices = await anyio.to_thread.run_sync(service.completion, body)
+        choices = await anyio.to_thread.run_sync(service.completion, body, limiter=threads(body))
         reply = Reply(service, body, "cmpl", "text_completion", choices)
         if body.stream:
             return await reply.stream(lambda delta, scores: {"text": delta.text, "logprobs": scores})
@@ -75,10 +82,10 @@ def make_app(service: Service, access: Access, version: str) -> FastAPI:
         )
 
     @app.post("/v1/chat/completions", **_documented(Chat))
-    async def chats(body: Annotated[Chat, _parsed(Chat)], request: Request):
+    async def chats(body: Annotated[Chat, parsed(Chat)], request: Request):
         _check_model(body.model, service)
         body.seed = service.seed_of(body)
-        choices = await anyio.to_thread.run_sync(service.chat, body)
+        choices = await anyio.to_thread.run_sync(service.chat, body, limiter=threads(body))
         if body.stream:
             reply = Reply(service, body, "chatcmpl", "chat.completion.chunk", choices)
             return await reply.stream(
@@ -92,10 +99,10 @@ def make_app(service: Service, access: Access, version: str) -> FastAPI:
         return await Reply(service, body, "chatcmpl", "chat.completion", choices).whole(request, fields)
 
     @app.post("/v1/responses", **_documented(TextRequest))
-    async def responses(body: Annotated[TextRequest, _parsed(TextRequest)], request: Request):
+    async def responses(body: Annotated[TextRequest, parsed(TextRequest)], request: Request):
         _check_model(body.model, service)
         body.chat.seed = service.seed_of(body.chat)
-        reply = await anyio.to_thread.run_sync(TextReply, service, body)
+        reply = await anyio.to_thread.run_sync(TextReply, service, body, limiter=threads(body.chat))
         return await reply.stream(lambda delta, scores: _said(delta)) if body.stream else await reply.respond(request)
 
     # What lm-eval's local-completions asks to tokenize as the model does.
@@ -105,13 +112,13 @@ def make_app(service: Service, access: Access, version: str) -> FastAPI:
         return service.special_tokens
 
     @app.post("/tokenize", **_documented(Tokenize))
-    async def tokenize(body: Annotated[Tokenize, _parsed(Tokenize)]) -> dict[str, Any]:
+    async def tokenize(body: Annotated[Tokenize, parsed(Tokenize)]) -> dict[str, Any]:
         _check_model(body.model, service)
         tokens = await anyio.to_thread.run_sync(service.tokenize, body.prompt, body.add_special_tokens)
         return {"tokens": tokens, "count": len(tokens), "max_model_len": service.engine.settings.cache_length}
 
     @app.post("/detokenize", **_documented(Detokenize))
-    async def detokenize(body: Annotated[Detokenize, _parsed(Detokenize)]) -> dict[str, Any]:
+    async def detokenize(body: Annotated[Detokenize, parsed(Detokenize)]) -> dict[str, Any]:
         _check_model(body.model, service)
         return {"prompt": await anyio.to_thread.run_sync(service.detokenize, body.tokens)}
 
@@ -146,14 +153,14 @@ def _documented(kind: type[BaseModel]) -> dict[str, Any]:
     return {"openapi_extra": {"requestBody": {"content": {"application/json": schema}, "required": True}}}
 
 
-def _parsed(kind: type[BaseModel]) -> Any:
-    """The body of a request. A large one is parsed and validated in another thread, where it holds nobody up."""
+def _parsed(one_at_a_time: anyio.CapacityLimiter, kind: type[BaseModel]) -> Any:
+    """The body of a request. A large one is read in a thread of its own, which holds Python's lock for up to 50 ms."""
 
     async def parse(request: Request) -> BaseModel:
         raw = await request.body()
         if len(raw) <= _SMALL:
             return kind.model_validate_json(raw)
-        return await anyio.to_thread.run_sync(kind.model_validate_json, raw)
+        return await anyio.to_thread.run_sync(kind.model_validate_json, raw, limiter=one_at_a_time)
 
     return Depends(parse)
 
