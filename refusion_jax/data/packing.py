@@ -17,7 +17,6 @@ from absl import logging
 from refusion_jax.cli.errors import UserError
 from refusion_jax.data.examples import Bad, Example
 from refusion_jax.data.interface import RowSource, Tokenizer
-from refusion_jax.data.rows import decode_row, encode_row
 
 BATCH = 1 << 19  # characters tokenized at a time: their ids are Python numbers for a moment, 40 bytes each
 _T = TypeVar("_T")
@@ -224,12 +223,15 @@ def _cut(document: Document, first: int, row_length: int) -> list[Document]:
 
 def pack(documents: Iterable[Document], row_length: int) -> PackedRows:
     """Fits documents into rows in memory, see `rows_of`."""
-    dtype = np.dtype("<u4")
-    rows = [decode_row(record_of(row, dtype), row_length, dtype) for row in rows_of(documents, row_length)]
-    return PackedRows(**{name: np.stack([row[name] for row in rows]) for name in rows[0]})
-
-
-def record_of(row: list[Document], dtype: np.dtype) -> bytes:
-    """The documents of a row as a record of it, see `rows`."""
-    tokens = np.concatenate([part.tokens for part in row]).astype(dtype)
-    return encode_row(tokens, [len(part) for part in row], [part.prompt_length for part in row])
+    rows = rows_of(documents, row_length)
+    shape = (len(rows), row_length)
+    tokens, segment_ids, is_response = np.zeros(shape, np.int32), np.zeros(shape, np.int32), np.zeros(shape, bool)
+    for index, row in enumerate(rows):
+        start = 0
+        for segment, part in enumerate(row, 1):
+            end = start + len(part)
+            tokens[index, start:end] = part.tokens
+            segment_ids[index, start:end] = segment
+            is_response[index, start + part.prompt_length : end] = True
+            start = end
+    return PackedRows(tokens, segment_ids, is_response)

@@ -25,8 +25,8 @@ from refusion_jax.data.filters import Filters, FilterSettings, filtered_out
 from refusion_jax.data.input_splits import InputSplit, read
 from refusion_jax.data.manifest import PROGRESS, Shard, file_checksum
 from refusion_jax.data.ngrams import band_digests
-from refusion_jax.data.packing import Document, batches, record_of, rows_of, tokenize
-from refusion_jax.data.rows import token_type
+from refusion_jax.data.packing import Document, batches, rows_of, tokenize
+from refusion_jax.data.rows import encode_row, token_type
 from refusion_jax.data.tokenizer import SentencePieceTokenizer
 from refusion_jax.distributed.storage import replacing, write_file
 
@@ -224,7 +224,8 @@ class _ShardWriter:
     def _pack(self) -> None:
         rows = rows_of(self._waiting, self._settings.row_length, self._settings.text_packing)
         for row in rows:
-            self._writer.write(record_of(row, self._dtype))
+            own = np.concatenate([part.tokens for part in row]).astype(self._dtype)
+            self._writer.write(encode_row(own, [len(part) for part in row], [part.prompt_length for part in row]))
         self._rows += len(rows)
         self._segments += sum(map(len, rows))
         self._tokens += self._held
