@@ -19,7 +19,7 @@ from refusion_jax.decoding.answers import Answer, read_answer
 from refusion_jax.decoding.requests import Request, prepare
 from refusion_jax.distributed.chips import free_tokens
 from refusion_jax.systems.api import decoder_for
-from refusion_jax.systems.refusion.loop import CHECK, DONE, PLAN, PROPOSE, VERIFY, SlotDecoder
+from refusion_jax.systems.refusion.loop import CHECK, PLAN, PROPOSE, VERIFY, SlotDecoder
 from refusion_jax.systems.refusion.reference import plan_and_infill
 from refusion_jax.systems.refusion.settings import ORDERS
 
@@ -33,7 +33,7 @@ def phases_of(model, requests: list[Request], decoder: SlotDecoder) -> list[tupl
     state, phases_seen = run_and_look(graphdef, params, decoder.lay_out(requests), seeds, noise, decoder)
     seen, record = np.asarray(phases_seen), jax.device_get((state.record, state.forwards, state.rounds))
     names = {PLAN: "plan", VERIFY: "verify", PROPOSE: "propose", CHECK: "check"}
-    of_row = [[names[phases[row]] for phases in seen if phases[row] != DONE] for row in range(len(requests))]
+    of_row = [[names[phases[row]] for phases in seen if phases[row] >= 0] for row in range(len(requests))]
     return [
         (of_row[row], read_answer(request, *jax.tree.map(lambda x, row=row: x[row], record), decoder.ids.eos_id))
         for row, request in enumerate(requests)
@@ -46,11 +46,11 @@ def run_and_look(graphdef, params, layout, seeds, noise, decoder):
     model = nnx.merge(graphdef, params)
     keys = jax.vmap(lambda seed, noise: jax.random.fold_in(jax.random.key(seed), noise))(seeds, noise)
     state = decoder.init(model, layout, keys)
-    seen = jnp.full((200, len(state.active)), DONE)
+    seen = jnp.full((200, len(state.active)), -1)
 
     def step(loop):
         state, i, seen = loop
-        return decoder.step(model, state), i + 1, seen.at[i].set(state.work.phase)
+        return decoder.step(model, state), i + 1, seen.at[i].set(jnp.where(state.active, state.work.phase, -1))
 
     state, _, seen = jax.lax.while_loop(lambda loop: loop[0].active.any(), step, (state, 0, seen))
     return state, seen

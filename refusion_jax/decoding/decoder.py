@@ -6,7 +6,7 @@ Axes: R requests admitted at once, B rows of the batch.
 import abc
 import dataclasses
 from collections.abc import Sequence
-from typing import Any, ClassVar, Protocol, Self
+from typing import Any, ClassVar, Self
 
 import jax.numpy as jnp
 from flax import struct
@@ -23,37 +23,24 @@ from refusion_jax.model.transformer import Transformer
 LAST_TOKEN, SLOT_MASK = "last token", "slot mask"
 
 
-class State(Protocol):
-    """The state of the decoding loop: a dataclass of arrays, registered as a pytree.
+@struct.dataclass
+class RowState:
+    """The state of the decoding loop; decoders add fields of their own in a subclass.
 
     The first axis of every array is the batch; in `KeyValues` it is the second, after the layers. In a state of all
     zeros every row is finished.
     """
 
     record: Record  # what was committed, in order
-    forwards: Int32[Array, "B"]  # forwards that the row took part in; the prefill is not counted
-    rounds: Int32[Array, "B"]  # plans that were followed; for decoders that do not plan, forwards
-
-    @property
-    def active(self) -> Bool[Array, "B"]:
-        """Rows that are not finished."""
-        ...
-
-
-@struct.dataclass
-class RowState:
-    """A `State` for most decoders, which add fields of their own in a subclass."""
-
-    record: Record
     places: Places
     settings: TracedSettings
     keys: Key[Array, "B"]
-    active: Bool[Array, "B"]
-    forwards: Int32[Array, "B"]
+    active: Bool[Array, "B"]  # rows that are not finished
+    forwards: Int32[Array, "B"]  # that the row took part in; the prefill is not counted
 
     @property
     def rounds(self) -> Int32[Array, "B"]:
-        """Every forward counts as a round."""
+        """Plans that were followed; for decoders that do not plan, forwards."""
         return self.forwards
 
     @classmethod
@@ -135,7 +122,7 @@ class Decoder(abc.ABC):
         return Layout.of(requests, self.cache_length or self.width, Places.of(requests, self.new_tokens))
 
     @abc.abstractmethod
-    def init(self, model: Transformer, layout: Layout, keys: Key[Array, "R"]) -> State:
+    def init(self, model: Transformer, layout: Layout, keys: Key[Array, "R"]) -> RowState:
         """The initial state of new rows, with what is given already prefilled; runs inside `jit`.
 
         Args:
@@ -145,7 +132,7 @@ class Decoder(abc.ABC):
         """
 
     @abc.abstractmethod
-    def step(self, model: Transformer, state: State) -> State:
+    def step(self, model: Transformer, state: RowState) -> RowState:
         """One forward of the whole batch, and each row's next state. Finished rows must not change."""
 
     def scored(self, model: Transformer, rows: int) -> int:

@@ -23,7 +23,7 @@ from refusion_jax.cli.errors import UserError
 from refusion_jax.decoding import cache as kv
 from refusion_jax.decoding import prefixes
 from refusion_jax.decoding.answers import Answer, read_answer
-from refusion_jax.decoding.decoder import Decoder, State
+from refusion_jax.decoding.decoder import Decoder, RowState
 from refusion_jax.decoding.memory import REFILL, admissions, check_memory, room_besides
 from refusion_jax.decoding.prefixes import Newcomers, newcomers
 from refusion_jax.decoding.requests import Request, SharedPrefix
@@ -273,7 +273,7 @@ def decode_once(graphdef, params, newcomers: Newcomers, rows: int, decoder: Deco
 
 
 @functools.partial(jax.jit, static_argnames=("compiled", "rows"))
-def _empty(compiled: StaticArguments, params, layout, rows: int) -> State:
+def _empty(compiled: StaticArguments, params, layout, rows: int) -> RowState:
     """A batch of finished rows; only the shapes of the layout matter."""
     layout = jax.tree.map(lambda x: jnp.zeros((rows, *x.shape[1:]), x.dtype), layout)
     keys = jax.random.split(jax.random.key(0), rows)
@@ -283,8 +283,8 @@ def _empty(compiled: StaticArguments, params, layout, rows: int) -> State:
 
 @functools.partial(jax.jit, static_argnames="compiled", donate_argnames=("state", "store"))
 def _admit(
-    compiled: StaticArguments, params, state: State, store: KeyValues | None, new: Newcomers
-) -> tuple[State, KeyValues | None]:
+    compiled: StaticArguments, params, state: RowState, store: KeyValues | None, new: Newcomers
+) -> tuple[RowState, KeyValues | None]:
     """Prefills requests and puts them into their rows of the batch; rows outside the batch are dropped."""
     keys = jax.vmap(lambda seed, noise: jax.random.fold_in(jax.random.key(seed), noise))(new.seeds, new.noise)
     layout = new.layout
@@ -303,8 +303,8 @@ def _admit(
 
 @functools.partial(jax.jit, static_argnames=("compiled", "recorded", "counts_drafts"), donate_argnames="state")
 def _run(
-    compiled: StaticArguments, params, state: State, wanted, most, recorded: int = 0, counts_drafts: bool = False
-) -> tuple[State, Trajectory | None, jax.Array | None]:
+    compiled: StaticArguments, params, state: RowState, wanted, most, recorded: int = 0, counts_drafts: bool = False
+) -> tuple[RowState, Trajectory | None, jax.Array | None]:
     """Decodes until `wanted` rows are finished, for at most `most` forwards; up to so many can be recorded.
 
     Returns:
@@ -340,7 +340,7 @@ def _run(
 
 
 @functools.partial(jax.jit, donate_argnames="state")
-def _release(state: State, ended: jax.Array) -> State:
+def _release(state: RowState, ended: jax.Array) -> RowState:
     """Clears the rows where `ended` [B] is true, but for their keys and values."""
 
     def clear(axis, x):
@@ -357,7 +357,7 @@ def _zeros(x: jax.ShapeDtypeStruct) -> jax.Array:
     return jnp.zeros(x.shape, x.dtype)
 
 
-def _by_batch_axis(function, state: State, *others: State) -> State:
+def _by_batch_axis(function, state: RowState, *others: RowState) -> RowState:
     """Maps function(batch axis, array, ...) over a state; the batch axis is 1 in `KeyValues` and 0 elsewhere."""
 
     def of(x, *rest):
@@ -367,7 +367,7 @@ def _by_batch_axis(function, state: State, *others: State) -> State:
     return jax.tree.map(of, state, *others, is_leaf=lambda x: isinstance(x, KeyValues))
 
 
-def _placed(state: State) -> State:
+def _placed(state: RowState) -> RowState:
     """Constrains a state to be split by rows, and the cache by heads too.
 
     Every program ends with this: with output shardings left to the partitioner, the next program would recompile.

@@ -24,7 +24,7 @@ from refusion_jax.decoding.sampling import first, run_length, select
 from refusion_jax.decoding.settings import TracedSettings
 from refusion_jax.systems.refusion.canvas import Block
 from refusion_jax.systems.refusion.feed import Feed, Part, Reading
-from refusion_jax.systems.refusion.loop import CHECK, DONE, PLAN, PROPOSE, VERIFY, Needs, SlotDecoder, Work, to_commit
+from refusion_jax.systems.refusion.loop import CHECK, PLAN, PROPOSE, VERIFY, Needs, SlotDecoder, Work, to_commit
 
 
 @struct.dataclass
@@ -134,10 +134,8 @@ class ThresholdInfill(SlotDecoder):
         is_drafted = is_propose | (infills & was_right)
         is_new = is_drafted[:, None, None] & (offset >= runs[:, :, None])
         failure = likely_failure(readings[2].chance, runs, here.size, settings)
-        # Keeps the dtype of phase: a weak type would recompile.
-        otherwise = jnp.where(phase == DONE, phase, PLAN)
         after = ThresholdWork(
-            phase=jnp.where(is_drafted, CHECK, jnp.where(infills, PROPOSE, otherwise)),
+            phase=jnp.where(is_drafted, CHECK, jnp.where(infills, PROPOSE, PLAN)).astype(phase.dtype),
             chosen=chosen,
             drafts=jnp.where(is_new, readings[2].token, drafts),
             accepted=runs,

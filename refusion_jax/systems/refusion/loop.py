@@ -20,7 +20,7 @@ from flax import struct
 from jaxtyping import Array, Bool, Float32, Int32, Key
 
 from refusion_jax.decoding import cache as kv
-from refusion_jax.decoding.decoder import SLOT_MASK, Decoder
+from refusion_jax.decoding.decoder import SLOT_MASK, Decoder, RowState
 from refusion_jax.decoding.requests import Layout, Request, text_capacity
 from refusion_jax.decoding.sampling import Record, first, select
 from refusion_jax.decoding.settings import TracedSettings
@@ -32,7 +32,7 @@ from refusion_jax.systems.refusion.canvas import BY_CONFIDENCE, Block, Canvas, s
 from refusion_jax.systems.refusion.feed import Feed, Part, Reading, pack, read, run
 from refusion_jax.systems.refusion.settings import SlotSettings
 
-DONE, PLAN, VERIFY, PROPOSE, CHECK = range(5)
+PLAN, VERIFY, PROPOSE, CHECK = range(4)
 
 
 @struct.dataclass
@@ -46,26 +46,23 @@ class Work:
 
 
 @struct.dataclass
-class State:
+class State(RowState):
     """The state of the decoding loop."""
 
+    places: Canvas
     cache: kv.Cache
-    record: Record
-    canvas: Canvas
-    keys: Key[Array, "B"]
-    settings: TracedSettings
     work: Work
     block: Int32[Array, "B"]  # the serial block being decoded
     remaining: Bool[Array, "B M"]  # slots of the block that are still masked
     ended: Bool[Array, "B"]  # an EOS was committed: no further blocks
-    forwards: Int32[Array, "B"]
-    rounds: Int32[Array, "B"]  # plans that were followed
+    plans: Int32[Array, "B"]  # that were followed
     plan_hits: Int32[Array, "B"]  # forwards after which a plan fed with them could be used
     plan_misses: Int32[Array, "B"]  # forwards after which it could not
 
     @property
-    def active(self) -> Bool[Array, "B"]:
-        return self.work.phase != DONE
+    def rounds(self) -> Int32[Array, "B"]:
+        """Plans that were followed."""
+        return self.plans
 
 
 class Needs(NamedTuple):
@@ -138,17 +135,18 @@ class SlotDecoder(Decoder):
         nothing = Reading(drafts, drafts * 0.0, drafts * 0.0)
         work = self.begin(drafts[:, :, 0] > 0, first_block, nothing, layout.settings)
         return State(
-            cache=kv.prefill(model, layout.given, self.chunk),
             record=Record.empty(len(zeros), self.slots * self.slot_size + self.block),
-            canvas=layout.places,
-            keys=keys,
+            places=layout.places,
             settings=layout.settings,
+            keys=keys,
+            active=zeros == 0,
+            forwards=zeros,
+            cache=kv.prefill(model, layout.given, self.chunk),
             work=work.replace(phase=zeros + PLAN),
             block=zeros,
             remaining=first_block.size > 0,
             ended=zeros > 0,
-            forwards=zeros,
-            rounds=zeros,
+            plans=zeros,
             plan_hits=zeros,
             plan_misses=zeros,
         )
@@ -163,7 +161,7 @@ class SlotDecoder(Decoder):
     def step(self, model: Transformer, s: State) -> State:
         """One forward: drafts, a plan and guesses are fed; the phase of each row judges what is read there."""
         sizes = self.sizes(model, len(s.block))
-        here, following = (Block.of(s.canvas, s.block + i, self.block_slots) for i in (0, 1))
+        here, following = (Block.of(s.places, s.block + i, self.block_slots) for i in (0, 1))
         needs = self.needs(s.work, here)
         plan_block, planned, shape, room = self.choose_plan(s, needs, here, following, sizes)
 
@@ -193,7 +191,7 @@ class SlotDecoder(Decoder):
         return after.replace(
             work=select(is_ready, self.begin(chosen, plan_block, readings[1], s.settings), after.work),
             forwards=s.forwards + s.active,
-            rounds=s.rounds + is_ready,
+            plans=s.plans + is_ready,
             plan_hits=s.plan_hits + (needs.may_plan & is_valid),
             plan_misses=s.plan_misses + (needs.may_plan & ~is_valid),
         )
@@ -249,7 +247,7 @@ class SlotDecoder(Decoder):
         return s.replace(
             cache=kv.commit(s.cache, count),
             record=s.record.append(feed.tokens[:, : self.block], feed.positions[:, : self.block], count),
-            work=s.work.replace(phase=jnp.where(is_over, DONE, s.work.phase)),
+            active=s.active & ~is_over,
             block=s.block + goes_on,
             remaining=select(goes_on, following.size > 0, remaining),
             ended=ended,
