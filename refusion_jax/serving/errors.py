@@ -1,6 +1,7 @@
 """What the server says to requests that it cannot serve, in OpenAI's form."""
 
 import re
+from collections.abc import Callable
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -32,29 +33,21 @@ def handle_errors(app: FastAPI, cache_length: int) -> None:
     async def invalid(request: Request, error: ValidationError) -> JSONResponse:
         return _refusal(400, *_explained(error))
 
-    @app.exception_handler(UserError)
-    async def refused(request: Request, error: UserError) -> JSONResponse:
-        return _refusal(400, str(error))
-
-    @app.exception_handler(BusyError)
-    async def busy(request: Request, error: BusyError) -> JSONResponse:
-        return _refusal(503, str(error), headers={"Retry-After": "1"})
-
-    @app.exception_handler(FailedError)
-    async def lost(request: Request, error: FailedError) -> JSONResponse:
-        return _refusal(500, str(error))
-
-    @app.exception_handler(ClientDisconnect)
-    async def gone(request: Request, error: ClientDisconnect) -> JSONResponse:
-        return _refusal(400, "the connection ended before the body did")  # to nobody
-
     @app.exception_handler(HTTPException)
-    async def other(request: Request, error: HTTPException) -> JSONResponse:
+    async def refused(request: Request, error: HTTPException) -> JSONResponse:
         return _refusal(error.status_code, str(error.detail), headers=error.headers)
 
-    @app.exception_handler(Exception)
-    async def failed(request: Request, error: Exception) -> JSONResponse:
-        return _refusal(500, f"{type(error).__name__}: {error}")
+    def answer(kind: type[Exception], status: int, say: Callable[[Exception], str] = str, **headers: str) -> None:
+        async def answered(request: Request, error: Exception) -> JSONResponse:
+            return _refusal(status, say(error), headers=headers)
+
+        app.add_exception_handler(kind, answered)
+
+    answer(UserError, 400)
+    answer(BusyError, 503, **{"Retry-After": "1"})
+    answer(FailedError, 500)
+    answer(ClientDisconnect, 400, lambda error: "the connection ended before the body did")  # to nobody
+    answer(Exception, 500, lambda error: f"{type(error).__name__}: {error}")
 
 
 class LimitBody:
