@@ -56,7 +56,7 @@ class ForkServer:
         return Forked(self._socket, asked, **how)
 
     def ask(
-        self, command: str, flags: list[str], environment: dict[str, str], seconds: float = 600, directory: Path = ROOT
+        self, command: str, flags: list[str], environment: dict[str, str], seconds: float = 3600, directory: Path = ROOT
     ) -> dict:
         """Runs a command to its end: {"code", "out", "err", "cpu" (seconds)}.
 

@@ -37,7 +37,7 @@ def decode_rows(
 
 
 def probabilities(model, cache, tokens, places, visible=None):
-    """[W, V], float32, at each fed token, which sees the cache.
+    """[W, V], float32, at each fed token, which sees the cache; -1 for tokens that are never chosen.
 
     Args:
       model: as for `decode_rows`.
@@ -56,7 +56,6 @@ def probabilities(model, cache, tokens, places, visible=None):
         past_key_values=cache,
         use_cache=True,
     )
-    logits = out.logits[0].float()
-    never = {model.config.mask_token_id, model.config.pad_token_id} - {None}
-    logits[:, list(never)] = -torch.inf
-    return logits.softmax(-1)
+    c, p = model.config, out.logits[0].float().softmax(-1)
+    p[:, list({c.mask_token_id, c.pad_token_id} - {None, c.eos_token_id})] = -1
+    return p
