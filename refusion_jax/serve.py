@@ -33,6 +33,7 @@ from refusion_jax.cli import command
 from refusion_jax.cli.errors import Failure, UserError, first_line, needs
 from refusion_jax.cli.progress import waiting
 from refusion_jax.distributed.compiled_code import keep_for_user
+from refusion_jax.distributed.host_memory import return_freed_memory, use_one_heap
 from refusion_jax.distributed.sharding import make_mesh
 from refusion_jax.systems.api import DecodeSettings, all_settings, check_settings
 
@@ -98,6 +99,7 @@ def main() -> None:
         from refusion_jax.serving.engine import Engine
         from refusion_jax.serving.service import Service
         from refusion_jax.serving.sizes import sized
+    use_one_heap()
     checkpoint = epath.Path(_CHECKPOINT.value)
     given = command.given(_SETTINGS)
     given["method"] = choose_method(checkpoint, given.get("method"))
@@ -129,6 +131,7 @@ def main() -> None:
         # What is there now stays. A collector of garbage that looks at it, too, holds everybody up for 0.1 s and more.
         gc.collect()
         gc.freeze()
+        return_freed_memory()  # by the compiler
         if not engine.failure:
             command.say(f"serving {_CHECKPOINT.value} at http://{f'[{host}]' if ':' in host else host}:{port}/v1")
             signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))  # raised again by uvicorn, when all is answered

@@ -1,18 +1,14 @@
 """Training as users run it: real processes, killed and resumed."""
 
-import glob
 import json
 import shutil
 import signal
-import subprocess
-import sys
 
 import pytest
 from conftest import SHARED, TINY_RUN, run, start
 from helpers import computed, read_events, wait_for_steps, write_lines
 
 from refusion_jax.checkpoints.directory import saved_steps
-from refusion_jax.distributed.host_memory import ACCELERATORS
 from refusion_jax.training.metrics import read_metrics
 
 KEYS = set(
@@ -104,26 +100,6 @@ def test_what_may_change_on_resume_changes_and_is_logged(trained_run, tmp_path):
     assert read_metrics(workdir)[-1]["learning_rate"] < 1.1e-5 < read_metrics(workdir)[58]["learning_rate"]
     found = [e["what"] for e in read_events(workdir) if e["event"] == "changed"]
     assert [what.split(":")[0] for what in found] == ["data.path", "learning_rate"]
-
-
-@pytest.mark.skipif(any(map(glob.glob, ACCELERATORS)), reason="with an accelerator memory is returned")
-def test_large_arrays_of_threads_take_the_same_pages_each_time():
-    """The kernel would clear 3 x 16,384 pages."""
-    count = """if True:
-        import resource, threading
-        from refusion_jax.distributed.host_memory import keep_freed_memory
-
-        keep_freed_memory()
-        for step in range(4):
-            if step == 1:
-                before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-            thread = threading.Thread(target=lambda: b"x" * (1 << 26))
-            thread.start()
-            thread.join()
-        print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
-    """
-    said = subprocess.run([sys.executable, "-c", count], capture_output=True, text=True, check=True).stdout
-    assert int(said) < 1_000
 
 
 def test_a_window_of_steps_is_profiled(tmp_path):

@@ -4,7 +4,21 @@ import ctypes
 import glob
 
 ACCELERATORS = ("/dev/accel*", "/dev/vfio/[0-9]*", "/dev/nvidia[0-9]*", "/dev/kfd")
-_M_TRIM_THRESHOLD, _M_MMAP_MAX, _M_ARENA_MAX = -1, -4, -8  # of mallopt(3)
+_M_TRIM_THRESHOLD, _M_MMAP_MAX, _M_ARENA_MAX = -1, -4, -8  # of mallopt(3), which only the GNU C library has
+
+
+def use_one_heap() -> None:
+    """Has all threads allocate from one heap. To be called before JAX has devices.
+
+    The GNU C library makes up to eight per core, and each keeps some of what is freed.
+    """
+    _set(_M_ARENA_MAX, 1)
+
+
+def return_freed_memory() -> None:
+    """Returns what is free to the kernel, also between what is in use."""
+    if hasattr(libc := ctypes.CDLL(None), "malloc_trim"):
+        libc.malloc_trim(0)
 
 
 def keep_freed_memory() -> None:
@@ -15,7 +29,12 @@ def keep_freed_memory() -> None:
     one heap, since threads cannot have large arrays in heaps of their own. The peak of memory stays. With an
     accelerator the host's memory peaks when checkpoints are written, and is returned.
     """
-    if hasattr(libc := ctypes.CDLL(None), "mallopt") and not any(map(glob.glob, ACCELERATORS)):
-        libc.mallopt(_M_MMAP_MAX, 0)
-        libc.mallopt(_M_TRIM_THRESHOLD, -1)
-        libc.mallopt(_M_ARENA_MAX, 1)
+    if not any(map(glob.glob, ACCELERATORS)):
+        use_one_heap()
+        _set(_M_MMAP_MAX, 0)
+        _set(_M_TRIM_THRESHOLD, -1)
+
+
+def _set(option: int, value: int) -> None:
+    if hasattr(libc := ctypes.CDLL(None), "mallopt"):
+        libc.mallopt(option, value)
