@@ -123,7 +123,7 @@ def test_a_step_draws_its_noise_from_the_seed_and_its_number():
 
 
 def test_the_learning_rate_that_is_logged_is_the_one_that_was_applied():
-    """Behind a step that does not count the optimizer's schedule is where it was."""
+    """After a step that does not count, the optimizer's schedule is where it was."""
     graphdef, params = nnx.split(Transformer(tiny_config(), nnx.Rngs(0)))
 
     def rate(step):

@@ -138,11 +138,11 @@ class Setup:
         c, itemsize = self.config, self.wanted.itemsize
         each = BITS[weights] / 8 if weights in BITS else itemsize
         outside = c.vocab_size * c.hidden_size * (1 if c.tie_word_embeddings else 2)
-        held = weights_in_layers(c, c.num_experts) * layers / c.num_hidden_layers
+        inside = weights_in_layers(c, c.num_experts) * layers / c.num_hidden_layers
         numbers = 2 * layers * c.num_key_value_heads * c.head_dim
         bits = {"int8": 8, "int4": 4}
         scales = 2 * layers * c.num_key_value_heads * 4 if cache in bits else 0
-        return each * (outside + held), numbers * (bits[cache] / 8 if cache in bits else itemsize) + scales
+        return each * (outside + inside), numbers * (bits[cache] / 8 if cache in bits else itemsize) + scales
 
 
 def choose(found: Sequence[Candidate], wanted: Wanted) -> tuple[list[Candidate], Candidate, str]:

@@ -13,7 +13,7 @@ which the last two are refused in the first round:
                next    x y . .            c d e f
     committed       x y                c d e f
 
-Drafters know nothing of the model that verifies: one serves all models with its tokenizer. Their way of dropping masks
+Drafters know nothing of the model that verifies: one serves all models with its tokenizer. That the authors drop masks
 in training, which makes it cheaper, is left out.
 
 Axes: B rows, C cache entries, M drafts, N = M + 1 tokens that a round commits at most, V vocabulary.
