@@ -6,9 +6,10 @@ NAME is one of RECIPES. CODE is the folder of their configuration and modelling 
 directories carry; GENERATE the folder of their generate.py, where that is elsewhere. Run it by an interpreter that has
 torch and the transformers they ask for (4.53; wedlm: 4.57). Weights are not recorded but drawn by `weights_of`.
 
-Of LLaDA2 it was models/llada2_moe of github.com/inclusionAI/dFactory (92b6890). The modelling code of SDAR's mixture is
-in no repository of its authors but on Hugging Face alone; it was a copy of it in github.com/linyewei526/dLLM-ARIS-1
-(5fc3f3c), with the generate.py of github.com/JetAstra/SDAR (c2041a8).
+Of LLaDA2 it was models/llada2_moe of github.com/inclusionAI/dFactory (92b6890). Other code is in no repository of its
+authors but on Hugging Face alone; these were copies of it: of SDAR's mixture in github.com/linyewei526/dLLM-ARIS-1
+(5fc3f3c), with the generate.py of github.com/JetAstra/SDAR (c2041a8); of LLaDA2.1-mini in github.com/Xenearkr/DARE
+(ac55266), whose `generate` is that in github.com/ZHZisZZ/dllm (ca17675) but for the mask.
 """
 
 import importlib
@@ -35,8 +36,27 @@ SDAR = QWEN | {
     "architectures": ["SDARForCausalLM"], "model_type": "sdar", "attention_bias": False, "head_dim": 8,
     "attn_implementation": "flex_attention", "mask_token_id": MASK, "fuse_cross_entropy": True,
 }  # fmt: skip
+LLADA2 = {
+    "config": {
+        "architectures": ["LLaDA2MoeModelLM"], "attention_dropout": 0.0, "dtype": "float32",
+        "embedding_dropout": 0.0, "first_k_dense_replace": 1, "head_dim": 8, "hidden_act": "silu",
+        "hidden_size": 32, "initializer_range": 0.02, "intermediate_size": 40, "max_position_embeddings": 256,
+        "max_window_layers": 28, "model_type": "llada2_moe", "moe_intermediate_size": 24,
+        "moe_router_enable_expert_bias": True, "n_group": 3, "norm_head": False, "norm_softmax": False,
+        "norm_topk_prob": True, "num_attention_heads": 4, "num_experts": 12, "num_experts_per_tok": 4,
+        "num_hidden_layers": 3, "num_key_value_heads": 2, "num_shared_experts": 2, "output_dropout": 0.0,
+        "output_router_logits": False, "pad_token_id": EOS, "partial_rotary_factor": 0.5, "rms_norm_eps": 1e-6,
+        "rope_scaling": None, "rope_theta": 600000, "rotary_dim": 4, "routed_scaling_factor": 2.5,
+        "router_dtype": "fp32", "score_function": "sigmoid", "sliding_window": 4096,
+        "tie_word_embeddings": False, "topk_group": 2, "use_bias": False, "use_cache": False,
+        "use_qk_norm": True, "use_qkv_bias": False, "use_rmsnorm": True, "use_sliding_window": False,
+        "using_split_qkv_in_self_attention": False, "vocab_size": 48,
+    },
+    "open": {"mask_token_id": MASK, "eos_token_id": EOS},
+    "classes": ("configuration_llada2_moe.LLaDA2MoeConfig", "modeling_llada2_moe.LLaDA2MoeModelLM"),
+}  # fmt: skip
 # Of each: their config.json in tiny sizes, what of it is "open" there and follows from their code, the classes of their
-# code, and the settings that they decode with.
+# code, and the settings that they decode with, by `method` where it is not the default.
 RECIPES = {
     "llada": {
         "config": {
@@ -87,25 +107,15 @@ RECIPES = {
         "classes": ("configuration_sdar_moe.SDARMoeConfig", "modeling_sdar_moe.SDARMoeForCausalLM"),
         "settings": [{"threshold": 0.85}, {"threshold": 0.3}],
     },
-    "llada2": {
-        "config": {
-            "architectures": ["LLaDA2MoeModelLM"], "attention_dropout": 0.0, "dtype": "float32",
-            "embedding_dropout": 0.0, "first_k_dense_replace": 1, "head_dim": 8, "hidden_act": "silu",
-            "hidden_size": 32, "initializer_range": 0.02, "intermediate_size": 40, "max_position_embeddings": 256,
-            "max_window_layers": 28, "model_type": "llada2_moe", "moe_intermediate_size": 24,
-            "moe_router_enable_expert_bias": True, "n_group": 3, "norm_head": False, "norm_softmax": False,
-            "norm_topk_prob": True, "num_attention_heads": 4, "num_experts": 12, "num_experts_per_tok": 4,
-            "num_hidden_layers": 3, "num_key_value_heads": 2, "num_shared_experts": 2, "output_dropout": 0.0,
-            "output_router_logits": False, "pad_token_id": EOS, "partial_rotary_factor": 0.5, "rms_norm_eps": 1e-6,
-            "rope_scaling": None, "rope_theta": 600000, "rotary_dim": 4, "routed_scaling_factor": 2.5,
-            "router_dtype": "fp32", "score_function": "sigmoid", "sliding_window": 4096,
-            "tie_word_embeddings": False, "topk_group": 2, "use_bias": False, "use_cache": False,
-            "use_qk_norm": True, "use_qkv_bias": False, "use_rmsnorm": True, "use_sliding_window": False,
-            "using_split_qkv_in_self_attention": False, "vocab_size": 48,
-        },
-        "open": {"mask_token_id": MASK, "eos_token_id": EOS},
-        "classes": ("configuration_llada2_moe.LLaDA2MoeConfig", "modeling_llada2_moe.LLaDA2MoeModelLM"),
+    "llada2": LLADA2 | {
         "settings": [{"threshold": 0.95, "block_size": 8}, {"threshold": 0.3, "block_size": 4}],
+    },
+    "llada2.1": LLADA2 | {
+        "method": "llada2_edit",
+        "settings": [
+            {"threshold": 0.5, "editing_threshold": 0.3, "max_post_steps": 16, "block_size": 8},
+            {"threshold": 0.3, "editing_threshold": 0.0, "max_post_steps": 2, "block_size": 8},
+        ],
     },
     "idlm": {
         "config": SDAR | {"block_size": 3},
@@ -170,11 +180,13 @@ def answer(name: str, model, module: dict, prompt: list[int], s: dict) -> list[i
             given, 24, mask_id=MASK, threshold=s["threshold"], small_block_size=s["sub_block"], block_size=8,
             stop_token=EOS, temperature=0,
         )[0]  # fmt: skip
-    elif name == "llada2":
+    elif name.startswith("llada2"):
         block = s["block_size"]
+        edits = {key: s[key] for key in ("editing_threshold", "max_post_steps") if key in s}
         text = model.generate(
-            given, gen_length=16, block_length=block, steps=block, threshold=s["threshold"], eos_id=EOS, mask_id=MASK
-        )
+            given, gen_length=16, block_length=block, steps=block, threshold=s["threshold"], eos_id=EOS, mask_id=MASK,
+            **edits,
+        )  # fmt: skip
         return text[0].tolist()
     else:
         text = module["generate"].block_diffusion_generate(
@@ -220,10 +232,10 @@ def main(name: str, code: str, generate: str = "") -> None:
     ).transpose(1, 2)
     torch.manual_seed(0)
     model = model_class(config_class(**recipe["config"])).float().eval()
-    if name == "llada2":  # its mask is bfloat16, and torch adds none to float32
-        forward = model.forward
+    if name.startswith("llada2"):  # its mask is bfloat16, and torch adds none to float32; that of 2.1 is 1 and 0
+        forward, as_bias = model.forward, torch.log if name == "llada2.1" else lambda mask: mask
         model.forward = lambda *fed, attention_mask, **more: forward(
-            *fed, attention_mask=attention_mask.float(), **more
+            *fed, attention_mask=as_bias(attention_mask.float()), **more
         )
     shapes = {n: list(t.shape) for n, t in model.state_dict().items() if not n.endswith("inv_freq")}
     weights = {n: torch.tensor(w) for n, w in weights_of(shapes).items()}
@@ -235,8 +247,8 @@ def main(name: str, code: str, generate: str = "") -> None:
         out = model(tokens, attention_mask=sees[None], use_cache=False)
     elif name == "block_diffusion":  # their forward reads blocks: one that holds all tokens
         out = model(tokens, block_size=21, use_cache=True, update_past_key_values=False)
-    elif name == "llada2":
-        out = model(tokens, attention_mask=torch.zeros(2, 1, 21, 21))
+    elif name.startswith("llada2"):
+        out = model(tokens, attention_mask=torch.full((2, 1, 21, 21), float(name == "llada2.1")))
     else:
         out = model(tokens)
     with torch.no_grad():

@@ -28,6 +28,7 @@ UNDERSTOOD = {
     "sdar": ("sdar", "qwen3", False, 4),
     "sdar moe": ("sdar", "qwen3_moe", False, 4),
     "llada2": ("llada2", "llada2_moe", False, 32),
+    "llada2.1": ("llada2", "llada2_moe", False, 32),
     "idlm": ("idlm", "qwen3", False, 3),
     "wedlm": ("wedlm", "qwen3", False, 0),
     "wedlm 2.5": ("wedlm", "qwen2", False, 0),
@@ -67,7 +68,7 @@ def test_a_release_is_decoded_token_by_token_as_by_its_authors_code(name, tmp_pa
     which their code does not take as input.
     """
     path = released(tmp_path / "theirs", name)
-    model, method, compared = load_model(path), UNDERSTOOD[name][0], 0
+    model, method, compared = load_model(path), RECIPES[name].get("method", UNDERSTOOD[name][0]), 0
     for s in RECIPES[name]["settings"]:
         block = s.get("block_size", max(1, model.config.block_size))
         settings = find_decoder(method).settings(**{"method": method, "max_new_tokens": 16} | s)

@@ -121,13 +121,23 @@ class ComplementaryMasks(Objective):
 
 
 @dataclasses.dataclass(frozen=True)
-class BlockSettings(shared.Settings):
-    """How to decode block by block."""
+class BlockSizeSettings(shared.Settings):
+    """What all decoders that go block by block let choose."""
 
     block_size: int = setting(
         0, f"Tokens that are denoised together; 0: as the model was trained, or {_BLOCK} if unknown",
         scope="compiled", at_least=0, at_most=4096,
     )  # fmt: skip
+
+    def for_model(self, model: ModelConfig) -> Self:
+        """The settings, with the block size of training as the default."""
+        return dataclasses.replace(self, block_size=self.block_size or model.block_size or _BLOCK)
+
+
+@dataclasses.dataclass(frozen=True)
+class BlockSettings(BlockSizeSettings):
+    """How to decode block by block."""
+
     sub_block: int = setting(
         8, "Tokens of a sub-block; sub-blocks are decoded one after the other", at_least=1, at_most=4096
     )
@@ -139,10 +149,6 @@ class BlockSettings(shared.Settings):
         whole = own | {"sub_block": trained["block_size"]}
         points = [own | {"threshold": threshold} for threshold in (0.95, 0.9, 0.7, 0.5)]
         return points + [whole | {"threshold": threshold} for threshold in (0.9, 0.7)]
-
-    def for_model(self, model: ModelConfig) -> Self:
-        """The settings, with the block size of training as the default."""
-        return dataclasses.replace(self, block_size=self.block_size or model.block_size or _BLOCK)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -177,13 +183,17 @@ class BlockByBlock(Continuer):
         cache = kv.Cache(entries, (given.length - self.shift) // K * K)
         return FilledText.start_text(layout, keys, K, self.ids.mask_id, cache=cache)
 
+    def look(self, model: Transformer, s: FilledText) -> tuple[Array, Array, Array, Array, kv.Cache]:
+        """One forward over each row's block: its places, what was fed, the logits of `mask_logits`, the cache."""
+        at = s.cache.length[:, None] + jnp.arange(self.width)[None]  # [B, K]
+        fed = jnp.where(at < s.length[:, None], jnp.take_along_axis(s.text, at, axis=1), self.ids.mask_id)
+        logits, cache = kv.extend(model, s.cache, fed, at, jnp.ones((1, self.width, self.width), bool))
+        return at, fed, *mask_logits(logits, s.places.may_end(at + self.shift), self.ids), cache
+
     def step(self, model: Transformer, s: FilledText) -> FilledText:
         """One forward over each row's block: reveals tokens, or commits it and, if shifted, reveals one of the next."""
         offset, own = jnp.arange(self.width)[None], s.settings
-        at = s.cache.length[:, None] + offset  # [B, K]
-        fed = jnp.where(at < s.length[:, None], jnp.take_along_axis(s.text, at, axis=1), self.ids.mask_id)
-        logits, cache = kv.extend(model, s.cache, fed, at, jnp.ones((1, self.width, self.width), bool))
-        real, choosable = mask_logits(logits, s.places.may_end(at + self.shift), self.ids)
+        at, _, real, choosable, cache = self.look(model, s)
 
         open_here = jnp.take_along_axis(s.masks(self.ids.mask_id), at, axis=1)  # masks of the block
         is_done = ~jnp.any(open_here, axis=1)

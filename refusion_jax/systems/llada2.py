@@ -1,17 +1,40 @@
 """LLaDA2 (arXiv 2512.15745): block diffusion with a mixture of experts. Decoder only.
 
-It is the decoder of sdar.py but for the block of 32 and the threshold. From the authors' code
+`llada2` is the decoder of sdar.py but for the block of 32 and the threshold. From the authors' code
 (github.com/inclusionAI/dFactory, 92b6890): all of this, with as many steps as a block has tokens. At temperature 0
-theirs still draws tokens; ours takes the most probable ones. LLaDA2.1 has the same layout; its decoder, which also
-edits tokens that it has written, is left out.
+theirs still draws tokens; ours takes the most probable ones.
+
+`llada2_edit` is that of LLaDA2.1 (arXiv 2602.08676), whose directories look the same. The forwards over a block also
+replace tokens that are written there already, where another one is more probable than `editing_threshold`. A block that
+has no masks left is edited until a forward changes nothing, in at most `max_post_steps` forwards; then it is committed.
+
+From the authors' `generate`, in the directory of LLaDA2.1-mini: all of this. The defaults are their "quality mode";
+"speed mode" is threshold=0.5 and editing_threshold=0. Here no block sees later ones, as in training and in their
+decoder for SGLang; their `generate` gives attention its mask of ones and zeros as a bias, so that there every edit also
+changes what earlier blocks compute.
+
+Axes: B rows, K block size.
 """
 
 import dataclasses
 import functools
-from typing import ClassVar
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+import jax.numpy as jnp
+import numpy as np
+from flax import struct
+from jaxtyping import Array, Int32, Key
 
 from refusion_jax.cli.settings import setting
+from refusion_jax.decoding import cache as kv
+from refusion_jax.decoding.continuation import FilledText
+from refusion_jax.decoding.reference import ReferenceDecoder
+from refusion_jax.decoding.requests import Layout, Request
+from refusion_jax.decoding.sampling import probability, put, sample
+from refusion_jax.decoding.trajectory import tell_plan
 from refusion_jax.model.families import Release
+from refusion_jax.model.transformer import Transformer
 from refusion_jax.systems import block_diffusion, sdar
 from refusion_jax.systems.interface import System
 
@@ -30,11 +53,97 @@ class BlockByBlock(sdar.BlockByBlock):
     settings: ClassVar[type[BlockSettings]] = BlockSettings
 
 
+@dataclasses.dataclass(frozen=True)
+class EditSettings(block_diffusion.BlockSizeSettings):
+    """How to decode and edit block by block."""
+
+    threshold: float = setting(0.7, "Tokens more probable than this are revealed", at_least=0, at_most=1)
+    editing_threshold: float = setting(
+        0.5, "Tokens more probable than this replace others that are written in the block", at_least=0, at_most=1
+    )
+    max_post_steps: int = setting(
+        16, "Forwards that may edit a block after its last mask, at most", at_least=0, at_most=4096
+    )
+
+    @classmethod
+    def operating_points(cls, new_tokens: int, trained: Mapping[str, Any]) -> list[dict[str, Any]]:
+        return [{}, {"threshold": 0.5, "editing_threshold": 0.0}]
+
+
+@struct.dataclass
+class EditedText(FilledText):
+    """The state of the decoding loop; what `text` holds of the block is not final."""
+
+    post_steps: Int32[Array, "B"]  # forwards since the block has no masks
+
+
+@dataclasses.dataclass(frozen=True)
+class EditedBlocks(sdar.BlockByBlock):
+    """The decoder with its compiled sizes."""
+
+    settings: ClassVar[type[EditSettings]] = EditSettings
+
+    def init(self, model: Transformer, layout: Layout, keys: Key[Array, "B"]) -> EditedText:
+        s = super().init(model, layout, keys)
+        return EditedText(**vars(s), post_steps=jnp.zeros_like(s.length))
+
+    def step(self, model: Transformer, s: EditedText) -> EditedText:
+        """One forward over each row's block: writes and edits tokens, or commits it if none changes."""
+        at, fed, real, choosable, cache = self.look(model, s)
+        own, is_own = s.settings, (at >= s.places.position[:, :1]) & (at < s.length[:, None])
+        chosen = sample(choosable, is_own, s.keys, at, own)
+        confidence = probability(real, chosen)
+        tell_plan(chosen, at, is_own, confidence)
+
+        is_mask = is_own & (fed == self.ids.mask_id)
+        has_masks = jnp.any(is_mask, axis=1)
+        is_best = jnp.arange(self.width)[None] == jnp.argmax(jnp.where(is_mask, confidence, -1.0), axis=1)[:, None]
+        reveals = is_mask & ((confidence > own.threshold[:, None]) | is_best)
+        edits = is_own & ~is_mask & (chosen != fed) & (confidence > own.editing_threshold[:, None])
+        changes = reveals | edits & (has_masks | (s.post_steps < own.max_post_steps))[:, None]
+
+        is_settled = ~jnp.any(changes, axis=1)
+        cache = kv.commit(cache, jnp.where(s.active & is_settled, self.width, 0))
+        after = s.fill(cache, is_own & is_settled[:, None], fed, at, self.ids)
+        return s.renewed(
+            after,
+            text=put(s.text, jnp.where(changes, at, s.text.shape[1]), chosen),
+            active=after.active | ~is_settled,
+            post_steps=jnp.where(is_settled, 0, s.post_steps + ~has_masks),
+        )
+
+
+def edit_reference(model: Transformer, request: Request) -> dict:
+    """`llada2_edit` in plain Python: one request, no cache, greedy."""
+    plain, s = ReferenceDecoder(model, request), request.settings
+    for start in range(len(plain.text) // s.block_size * s.block_size, request.length, s.block_size):
+        places = [at for at in plain.places if start <= at < start + s.block_size]
+        fed, block = [*range(start + s.block_size)], np.arange(start + s.block_size) // s.block_size
+        written: dict[int, int] = {}
+        changes, post_steps = True, 0
+        while changes:
+            tokens = [(plain.text | written).get(at, plain.ids.mask_id) for at in fed]
+            p = plain.forward("block", tokens, fed, block[:, None] >= block[None])
+            best = {at: plain.best(p[at], at) for at in places}
+            masks = {at: p[at][best[at]] for at in places if at not in written}
+            changes = [at for at, sure in masks.items() if plain.above(sure, s.threshold)] or plain.first(masks, 1)
+            if masks or post_steps < s.max_post_steps:
+                others = [at for at in written if best[at] != written[at]]
+                changes += [at for at in others if plain.above(p[at][best[at]], s.editing_threshold)]
+            written |= {at: best[at] for at in changes}
+            post_steps += not masks
+        for at in places:
+            plain.text[at] = written[at]
+            if plain.has_ended:
+                return plain.result()
+    return plain.result()
+
+
 SYSTEM = System(
     name="llada2",
     objective=None,
-    decoders={"llada2": BlockByBlock},
-    references={"llada2": functools.partial(block_diffusion.reference, shift=0)},
+    decoders={"llada2": BlockByBlock, "llada2_edit": EditedBlocks},
+    references={"llada2": functools.partial(block_diffusion.reference, shift=0), "llada2_edit": edit_reference},
     releases=(
         Release(
             "llada2_moe",
