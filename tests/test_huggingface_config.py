@@ -77,7 +77,13 @@ DEFAULTS |= {"pad_token_id": 128004, "bos_token_id": 128000, "eos_token_id": 128
 
 @pytest.mark.parametrize(
     ("family", "expected"),
-    [("llama", {"rms_norm_eps": 1e-6}), ("olmo2", {"rms_norm_eps": 1e-5}), ("smollm3", DEFAULTS)],
+    [
+        ("gemma3_text", {"pad_token_id": 0, "bos_token_id": 2, "eos_token_id": 1}),
+        ("llama", {"rms_norm_eps": 1e-6, "bos_token_id": 1, "eos_token_id": 2}),
+        ("mistral", {"bos_token_id": 1, "eos_token_id": 2}),
+        ("olmo2", {"rms_norm_eps": 1e-5, "pad_token_id": 1, "eos_token_id": 50279}),
+        ("smollm3", DEFAULTS),
+    ],
 )
 def test_what_config_json_leaves_out_is_the_familys_default(family, expected, tmp_path):
     shape = tiny_config(family=family, vocab_size=128_256, num_attention_heads=8, **NEEDED.get(family, {}))

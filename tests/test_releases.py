@@ -88,7 +88,7 @@ def test_what_a_config_json_leaves_open_is_what_the_authors_code_assumes(tmp_pat
     for name, changes, mask, block, eos in [
         ("block_diffusion", {}, 151665, 32, EOS),
         ("dream", {}, 151666, 0, EOS),
-        ("wedlm", {}, 151665, 0, EOS),
+        ("wedlm", {"mask_token_id": None}, 151665, 0, EOS),
         ("sdar", {}, 151669, 4, EOS),
         ("sdar moe", {}, 151669, 4, EOS),
         ("llada2", {"eos_token_id": "gone"}, 156895, 32, 156892),

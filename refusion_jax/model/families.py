@@ -82,10 +82,15 @@ FAMILIES = {
             "query_pre_attn_scalar": 256,
             "sliding_window": 4096,
             "sliding_window_pattern": 6,
+            "pad_token_id": 0,
+            "bos_token_id": 2,
+            "eos_token_id": 1,
         },
     ),
     "llama": Family(  # 2, 3.x, SmolLM2
-        "LlamaForCausalLM", fixed={"attention_bias": False, "mlp_bias": False, "sliding_window": None}
+        "LlamaForCausalLM",
+        fixed={"attention_bias": False, "mlp_bias": False, "sliding_window": None},
+        defaults={"bos_token_id": 1, "eos_token_id": 2},
     ),
     "llada2_moe": Family(  # LLaDA2, mini and flash
         "LLaDA2MoeModelLM",
@@ -134,13 +139,17 @@ FAMILIES = {
             "rms_norm_eps": 1e-5,
         },
     ),
-    "mistral": Family("MistralForCausalLM", fixed={"sliding_window": None}, defaults={"sliding_window": 4096}),
+    "mistral": Family(
+        "MistralForCausalLM",
+        fixed={"sliding_window": None},
+        defaults={"sliding_window": 4096, "bos_token_id": 1, "eos_token_id": 2},
+    ),
     "olmo2": Family(
         "Olmo2ForCausalLM",
         qk_norm="all",
         norms=("post_attention_norm", "post_mlp_norm"),
         fixed={"attention_bias": False, "sliding_window": None},
-        defaults={"rms_norm_eps": 1e-5},
+        defaults={"rms_norm_eps": 1e-5, "pad_token_id": 1, "eos_token_id": 50279},
     ),
     "qwen2": Family("Qwen2ForCausalLM", qkv_bias=True, fixed={"use_sliding_window": False}),  # and 2.5
     "qwen3": Family("Qwen3ForCausalLM", qk_norm="head", fixed={"attention_bias": False, "use_sliding_window": False}),

@@ -31,7 +31,7 @@ _OF_KINDS = (
 )
 _IGNORED = (  # keys of config.json that change nothing, in what authors released
     *("_name_or_path", "architectures", "auto_map", "attention_dropout", "initializer_range", "torch_dtype", "dtype"),
-    *("transformers_version", "use_cache", "max_window_layers"),
+    *("attn_implementation", "transformers_version", "use_cache", "max_window_layers"),
 )
 
 Releases = Mapping[str, Sequence[Release]]  # by the name of the system
@@ -177,18 +177,20 @@ def read_with_names(path: epath.Path, releases: Releases) -> tuple[Config, Mappi
     found.sort(key=lambda item: any(given.get(key) != value for key, value in item[1].fixed.items()))
     system, release = found[0] if found else (None, Release(model_type, model_type))
     family = FAMILIES.get(release.family)
-    fixed = dict(family.activation | family.fixed if family else {"model_type": None}) | release.fixed
-    defaults = family.defaults if family else {}
-    fixed |= {"quantization_config": None, "is_causal": True}
-    fixed |= {key: None for key in _OF_KINDS if key not in defaults}
-    released_types = sorted({one.model_type for some in releases.values() for one in some})
+    if family is None:
+        known = ", ".join([*FAMILIES, *sorted({one.model_type for some in releases.values() for one in some})])
+        raise UserError(
+            f"{file}: model_type={json.dumps(given.get('model_type'))[:60]} is not supported; of Hugging Face models "
+            f"we read those of model_type {known}"
+        )
+    fixed = {**family.activation, **family.fixed, **release.fixed, "quantization_config": None, "is_causal": True}
+    fixed |= {key: None for key in _OF_KINDS if key not in family.defaults}
     for key, value in fixed.items():
-        said = given.get(key, defaults.get(key, value))
-        if family is None or said != value:
+        said = given.get(key, family.defaults.get(key, value))
+        if said != value:
             raise UserError(
-                f"{file}: {key}={json.dumps(said)[:60]} is not supported; of Hugging Face models "
-                f"we read those of model_type {', '.join([*FAMILIES, *released_types])} with that "
-                f"family's defaults"
+                f"{file}: {key}={json.dumps(said)[:60]} is not supported; of model_type={model_type} we read "
+                f"{json.dumps(value)}"
             )
     for theirs, ours in family.keys.items():
         if {theirs, ours} <= given.keys() and given[theirs] != given[ours]:
@@ -196,11 +198,12 @@ def read_with_names(path: epath.Path, releases: Releases) -> tuple[Config, Mappi
                 f"{file}: {theirs}={given[theirs]!r:.60} and {ours}={given[ours]!r:.60} contradict each other"
             )
     known = {*Config.model_fields, *_OURS, *fixed, *release.keys, *release.ignored, *_IGNORED}
-    known -= set(OPTIONAL) - defaults.keys()
+    known -= set(OPTIONAL) - family.defaults.keys()
     if system and (unknown := sorted(given.keys() - known)):
         raise UserError(f"{file}: {unknown[0]}={json.dumps(given[unknown[0]])[:60]} is not understood")
     renamed = {ours: given[key] for key, ours in {**family.keys, **release.keys}.items() if key in given}
-    given = defaults | release.defaults | given | renamed
+    given = {key: value for key, value in given.items() if value is not None or key not in release.defaults}
+    given = dict(family.defaults) | release.defaults | given | renamed
     if system:
         ours = {key: given[key] for key in _OURS if key in given}
         given |= {"model_type": release.family, _SECTION: ours | {"objective": system}}

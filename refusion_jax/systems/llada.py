@@ -198,7 +198,7 @@ RELEASE = Release(  # LLaDA-8B and LLaDA 1.5
             "lm_head": "ff_out",
         }.items()
     },
-    defaults={"rms_norm_eps": 1e-5},
+    defaults={"rms_norm_eps": 1e-5, "bos_token_id": None},
     fixed={
         "activation_type": "silu",
         "alibi": False,

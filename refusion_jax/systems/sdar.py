@@ -51,10 +51,7 @@ SYSTEM = System(
             "sdar",
             "qwen3",
             defaults=_OPEN,
-            ignored=(
-                *("attn_implementation", "debug", "ep_size", "fuse_cross_entropy", "micro_forward"),
-                *("skip_checkpoint", "use_deepep"),
-            ),
+            ignored=("debug", "ep_size", "fuse_cross_entropy", "micro_forward", "skip_checkpoint", "use_deepep"),
         ),
         Release("sdar_moe", "qwen3_moe", defaults=_OPEN, ignored=("output_router_logits",)),
     ),
