@@ -9,20 +9,29 @@ import email
 import http.server
 import itertools
 import json
+import math
 import re
 import threading
+import time
 from urllib.parse import parse_qs, unquote, urlsplit
 
 import google_crc32c
 
+_PART = 1 << 16  # bytes that are sent at once
+
 
 class ObjectStore(http.server.ThreadingHTTPServer):
-    """One bucket, named `bucket`; `objects` maps names to (generation, content), `read` to bytes read."""
+    """One bucket, named `bucket`; `objects` maps names to (generation, content), `read` to bytes read.
+
+    Content comes after `latency` seconds, at `bytes_per_second` of a connection.
+    """
 
     daemon_threads = True
+    request_queue_size = 64  # connections that nobody has accepted yet
 
-    def __init__(self):
+    def __init__(self, latency: float = 0.0, bytes_per_second: float = math.inf):
         super().__init__(("localhost", 0), _Handler)
+        self.latency, self.bytes_per_second = latency, bytes_per_second
         self.objects: dict[str, tuple[int, bytes]] = {}
         self.uploads: dict[str, str] = {}
         self.read = collections.Counter()
@@ -58,6 +67,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
                 self.one(unquote(match[1]))
             else:
                 self.reply({"error": {"code": 404, "message": path}}, 404)
+        self.send()
 
     do_GET = do_POST = do_PUT = do_DELETE = do_PATCH = handle_all  # noqa: N815
 
@@ -72,14 +82,22 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         return b"".join(parts)
 
     def reply(self, content: dict | bytes, code: int = 200, **headers: str) -> None:
+        self.answer = content, code, headers
+
+    def send(self) -> None:
+        """Sends the answer, while other requests are handled."""
+        content, code, headers = self.answer
         body = content if isinstance(content, bytes) else json.dumps(content).encode()
         self.send_response(code)
         kind = "application/octet-stream" if isinstance(content, bytes) else "application/json"
         for key, value in {"Content-Type": kind, "Content-Length": str(len(body)), **headers}.items():
             self.send_header(key.replace("_", "-"), value)
         self.end_headers()
-        if self.command != "HEAD":
-            self.wfile.write(body)
+        time.sleep(self.server.latency if body is content else 0.0)
+        for start in range(0, len(body) if self.command != "HEAD" else 0, _PART):
+            part = memoryview(body)[start : start + _PART]
+            time.sleep(len(part) / self.server.bytes_per_second)
+            self.wfile.write(part)
 
     def about(self, name: str) -> dict:
         generation, content = self.server.objects[name]

@@ -19,6 +19,7 @@ from refusion_jax.data.dataset import load_dataset
 from refusion_jax.data.loader import RowOrder, epochs, host_batches, row_order
 from refusion_jax.data.prepared import MixedRows, PreparedRows
 from refusion_jax.evaluation.heldout import find_held_out
+from refusion_jax.training.events import FILE, account, read_events
 from refusion_jax.training.inspection import verify
 from refusion_jax.training.metrics import read_metrics
 
@@ -248,6 +249,18 @@ def test_train_reads_a_mixture_and_logs_its_epochs(prepared, tmp_path):
     sizes = [len(PreparedRows(str(prepared / name))) for name in "ab"]
     assert records[-1]["epoch_a"] == 120 / sizes[0]
     assert records[-1]["epoch_b"] == 40 / sizes[1]
+
+
+def test_a_slow_store_delays_a_run_and_shows_in_its_goodput(prepared, store, tmp_path):
+    for file in (prepared / "a").iterdir():
+        store.objects[f"a/{file.name}"] = next(store.generations), file.read_bytes()
+    here, there = PreparedRows(str(prepared / "a")), PreparedRows("gs://bucket/a")
+    assert all(here.record(row) == there.record(row) for row in range(0, len(here), 9))
+    store.latency = 0.25  # seconds for each of a step's 8 rows: longer than the 16 steps take that are read at once
+    flags = [*TINY_RUN, "--config.data.path=gs://bucket/a", f"--config.row_length={ROW}", "--config.steps=20"]
+    run("train", *flags, f"--workdir={tmp_path}")
+    assert read_metrics(tmp_path)[-1]["step"] == 20
+    assert account(read_events((tmp_path / FILE).read_text()))["data"] > 0.5
 
 
 def test_a_row_can_be_looked_at(prepared):
