@@ -7,7 +7,7 @@ import shutil
 import subprocess
 
 import pytest
-from conftest import ROOT, TINY_RUN
+from conftest import BOS, ROOT, TINY_RUN, compiled, settings, tiny_model
 from helpers import Letters
 
 from refusion_jax import quickstart
@@ -85,6 +85,25 @@ def test_examples_are_right_of_three_families_and_show_planning():
     texts = [word.encode()] * 4 + [b'"pear", "pear", "pear"']
     answers = decoded(*zip(texts, (forward, jumpy, jumpy, jumpy[4:], forward), strict=True))
     assert quickstart.examples(problems, answers, Letters(), 4) == [1, 3, 4]
+
+
+def test_nothing_is_compiled_while_the_time_is_taken(monkeypatch):
+    class Words(Letters):
+        def encode_prompts(self, texts):
+            return [[BOS, 5 + len(text) % 20] for text in texts]
+
+    def decode(*what, real=quickstart.decode):
+        with compiled() as programs:
+            out = real(*what)
+        calls.append(programs)
+        return out
+
+    calls, problems = [], list(tasks.problems("test", 3, seed=0))
+    monkeypatch.setattr(quickstart, "decode", decode)
+    quickstart.measure(settings("ar", new=8, batch_size=1), tiny_model(), Words(), problems)
+    first, timed = calls
+    assert first
+    assert not timed
 
 
 def test_every_answer_fits_into_the_tokens_allowed():
