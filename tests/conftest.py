@@ -49,6 +49,7 @@ from refusion_jax.decoding.auxiliary import with_auxiliaries
 from refusion_jax.decoding.settings import Settings
 from refusion_jax.model.shape import ModelConfig
 from refusion_jax.model.transformer import Transformer
+from refusion_jax.systems.refusion import budget
 from refusion_jax.systems.registry import find_decoder
 
 # No other process asks for what a test compiles in this one: to write it would take a tenth of the time that it took.
@@ -209,6 +210,14 @@ def client(address: str) -> Iterator:
 
     with openai.OpenAI(base_url=f"{address}/v1", api_key="none", max_retries=0) as client:
         yield client
+
+
+@pytest.fixture(scope="module")
+def few_shapes() -> Iterator[None]:
+    """Forward passes of slots are compiled in two shapes instead of six, which takes about half of the time."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(budget, "_SHAPES", 2)
+        yield
 
 
 @pytest.fixture

@@ -23,6 +23,7 @@ from refusion_jax.systems.refusion.loop import CHECK, PLAN, PROPOSE, VERIFY, Slo
 from refusion_jax.systems.refusion.reference import plan_and_infill
 from refusion_jax.systems.refusion.settings import ORDERS
 
+pytestmark = pytest.mark.usefixtures("few_shapes")
 RANDOM_CASES = int(os.environ.get("REFUSION_RANDOM_CASES", "600"))
 
 
@@ -148,14 +149,13 @@ ONE_BY_ONE = {"slot": 1.0, "token": 0.0}  # so it is, and only one slot is plann
 @pytest.mark.parametrize("thresholds", [ALWAYS, ONE_BY_ONE])
 def test_where_all_drafts_are_accepted_a_budget_nearly_halves_the_forwards(thresholds):
     """The next plan is of the same block of two slots, or of the next block."""
-    s = settings(new=40, blocks=5, eos_id=29, speculate="1000", **thresholds)
-    model = tiny_model()
-    ahead = decode(model, PROMPTS, s)
-    plain = decode(model, PROMPTS, dataclasses.replace(s, speculate="0"))
-    assert ahead.tokens == plain.tokens
-    assert plain.rounds == [10 if thresholds is ONE_BY_ONE else 5] * len(PROMPTS)
-    assert plain.forwards == [2 * rounds for rounds in plain.rounds]
-    assert ahead.forwards == [rounds + 1 for rounds in plain.rounds]
+    s, n = settings(new=40, blocks=5, eos_id=29, **thresholds), len(PROMPTS)
+    budgets = (dataclasses.replace(s, speculate=budget) for budget in ("1000", "0"))
+    out = decode(tiny_model(), [Request(prompt, settings=own) for own in budgets for prompt in PROMPTS], s)
+    assert out.tokens[:n] == out.tokens[n:]
+    assert out.rounds == [10 if thresholds is ONE_BY_ONE else 5] * 2 * n
+    assert out.forwards[:n] == [rounds + 1 for rounds in out.rounds[:n]]
+    assert out.forwards[n:] == [2 * rounds for rounds in out.rounds[n:]]
 
 
 def test_the_automatic_budget_grows_with_each_plan_that_holds(monkeypatch):
@@ -163,12 +163,11 @@ def test_the_automatic_budget_grows_with_each_plan_that_holds(monkeypatch):
     monkeypatch.setattr("refusion_jax.systems.refusion.budget.free_tokens", lambda *_: 12)
     # A length of its own: nothing was compiled for it before.
     s = settings(new=44, eos_id=29, batch_size=1, **ONE_BY_ONE)
-    auto, fixed = (
-        decode(tiny_model(), PROMPTS[:2], dataclasses.replace(s, speculate=budget)) for budget in ("auto", "12")
-    )
-    assert auto.tokens == fixed.tokens
-    assert fixed.forwards == [2 * 11 - 2] * 2  # all but the last two of 11 plans take a forward pass of their own
-    assert auto.forwards == [11 + 3] * 2  # two plans have held before one of 32 tokens is worth its time
+    auto, fixed = (dataclasses.replace(s, speculate=budget) for budget in ("auto", "12"))
+    out = decode(tiny_model(), [Request(prompt, settings=own) for own in (auto, fixed) for prompt in PROMPTS[:2]], s)
+    assert out.tokens[:2] == out.tokens[2:]
+    assert out.forwards[:2] == [11 + 3] * 2  # two plans have held before one of 32 tokens is worth its time
+    assert out.forwards[2:] == [2 * 11 - 2] * 2  # all but the last two of 11 plans take a forward pass of their own
 
 
 def test_a_budget_is_a_number_of_tokens_or_auto():

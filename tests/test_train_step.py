@@ -81,11 +81,14 @@ def assert_same_training(a, b):
     jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, atol=1e-4), a[1].params, b[1].params)
 
 
-MESHES = [{"data": 8}, {"fsdp": 8}, {"data": 2, "fsdp": 2, "tensor": 2}, {"replica": 2, "fsdp": 2, "tensor": 2}]
-MESHES += [{"fsdp": 4, "sequence": 2}, {"fsdp": 2, "tensor": 2, "sequence": 2}]
+MESHES = [{"replica": 2, "data": 2, "fsdp": 2}, {"fsdp": 2, "tensor": 2, "sequence": 2}]  # test_systems.py has another
+ALONE = [{"data": 8}, {"fsdp": 8}, {"fsdp": 4, "sequence": 2}]
 
 
-@pytest.mark.parametrize("mesh", MESHES, ids=lambda m: "x".join(f"{k}{v}" for k, v in m.items()))
+@pytest.mark.parametrize(
+    "mesh", [*MESHES, *(pytest.param(m, marks=pytest.mark.slow) for m in ALONE)],
+    ids=lambda m: "x".join(f"{k}{v}" for k, v in m.items()),
+)  # fmt: skip
 def test_eight_devices_train_as_one(mesh):
     assert_same_training(train(), train(devices=8, **mesh))
 
