@@ -1,6 +1,7 @@
 import ctypes
 import dataclasses
 import errno
+import functools
 import gc
 import os
 import random
@@ -32,6 +33,7 @@ from refusion_jax.training.train_step import Guard, init_state, state_shardings
 OPTIMIZER = optax.adamw(1e-3)
 
 
+@functools.cache
 def make_state(seed: int, devices: int = 1, **mesh):
     """A train state on a mesh; moments that differ from zero."""
     mesh = sharding.make_mesh(dict.fromkeys(sharding.MESH_AXES, 1) | mesh, jax.devices()[:devices])

@@ -1,5 +1,6 @@
 """Tasks of lm_eval with our decoders: the score is that of the samples, whatever the batch, a kill or the hosts."""
 
+import functools
 import importlib.metadata
 import json
 import os
@@ -142,12 +143,15 @@ def test_choices_and_texts_are_scored_by_the_exact_likelihood(loaded, tasks, tmp
     assert results["results"]["texts"]["bits_per_byte,none"] == pytest.approx(-total / size / np.log(2), rel=1e-4)
 
 
-def test_bad_input_is_named(loaded, trained_run, tasks, tmp_path):
+def test_bad_input_is_named(loaded, trained_run, tasks, tmp_path, monkeypatch):
     directory = tasks(GENERATE)
+    # Without the thousands of lm_eval's own, which take seconds:
+    monkeypatch.setattr(benchmark, "TaskManager", functools.partial(benchmark.TaskManager, include_defaults=False))
     problem = {"prompt": "def f():\n", "test": "def check(f): pass", "entry_point": "f"}
     (tmp_path / "humaneval.jsonl").write_text(json.dumps(problem))
     for plan, message in (
         (benchmark.Plan(["humaneval"], task_data=tmp_path), "--tasks=humaneval runs code .* --allow_code_execution"),
+        (benchmark.Plan(["sumz"], include_path=directory), "--tasks=sumz: no such task; did you mean .*sums"),
         (benchmark.Plan(["gpqa"]), "--tasks=gpqa: it cannot be loaded: .* put it into DIR/gpqa.jsonl"),
         (benchmark.Plan(["humaneval"], task_data=tmp_path, num_fewshot=2), "--num_fewshot=2: humaneval is a task with"),
     ):
@@ -173,13 +177,8 @@ def test_bad_input_is_named(loaded, trained_run, tasks, tmp_path):
     with pytest.raises(UserError, match="a continuation of 70 tokens cannot be scored: the model reads 64"):
         lm._loglikelihood_tokens([(("", ""), [1], [5] * 70)])
     flags = [f"--checkpoint={trained_run}", f"--include_path={directory}", f"--output={tmp_path}/out"]
-    for more, message in (
-        (["--tasks=sumz"], "--tasks=sumz: no such task; did you mean .*sums"),
-        (["--tasks=sums", "--chat"], "--chat: the tokenizer of .* has no chat template"),
-    ):
-        _, err = run("evaluate", *flags, *more, code=2)
-        assert re.search(message, err), err
-        assert len(err.strip().splitlines()) == 1
+    _, err = run("evaluate", *flags, "--tasks=sums", "--chat", code=2)
+    assert re.fullmatch("error: --chat: the tokenizer of .* has no chat template.*\n", err), err
     assert not (tmp_path / "out").exists()
 
 

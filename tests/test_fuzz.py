@@ -11,7 +11,7 @@ import pytest
 from conftest import FORKS, run
 from fuzz_commands import Calls
 
-CASES = int(os.environ.get("REFUSION_FUZZ_CASES", "200"))
+CASES = int(os.environ.get("REFUSION_FUZZ_CASES", "120"))
 SEED = int(os.environ.get("REFUSION_FUZZ_SEED", "0"))
 SECONDS = 20  # of processor time; on the clock a busy machine may take more
 
