@@ -49,6 +49,7 @@ from refusion_jax.decoding.auxiliary import with_auxiliaries
 from refusion_jax.decoding.settings import Settings
 from refusion_jax.model.shape import ModelConfig
 from refusion_jax.model.transformer import Transformer
+from refusion_jax.systems import masked
 from refusion_jax.systems.refusion import budget
 from refusion_jax.systems.registry import find_decoder
 
@@ -214,9 +215,10 @@ def client(address: str) -> Iterator:
 
 @pytest.fixture(scope="module")
 def few_shapes() -> Iterator[None]:
-    """Forward passes of slots are compiled in two shapes instead of six, which takes about half of the time."""
+    """Forward passes are compiled for two numbers of tokens instead of six or four, in about half of the time."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(budget, "_SHAPES", 2)
+        patch.setattr(masked, "_WIDTHS", 2)
         yield
 
 
