@@ -16,6 +16,7 @@ from refusion_jax.training.metrics import read_metrics
 
 pytestmark = pytest.mark.slow
 QUESTION = "What is the capital of Italy?"
+DECODING = ["--decode.max_new_tokens=16", "--decode.slot_size=8"]
 
 
 @pytest.fixture(scope="module")
@@ -61,54 +62,71 @@ def test_logits_prompts_and_greedy_answers_are_those_of_transformers(smollm2):
     assert out.tokens[0] == answer.tolist()
 
 
-@pytest.mark.filterwarnings("ignore")  # of theirs
-def test_adapters_of_twenty_steps_go_the_whole_way(smollm2, tmp_path):
-    """Trained on problems of GSM8K, evaluated, exported, read by transformers and by peft, served."""
+@pytest.fixture(scope="module")
+def adapted(smollm2, tmp_path_factory):
+    """A run of twenty steps of low-rank adapters, trained on problems of GSM8K; a folder with two of them."""
     if not (problems := SHARED / "data" / "gsm8k_train.jsonl").exists():
         pytest.skip(f"{problems} is not here")
+    path, (source, _) = tmp_path_factory.mktemp("adapted"), smollm2
+    lines = [json.loads(line) for line in problems.read_text().splitlines()[:216]]
+    pairs = [{"query": line["question"], "response": line["answer"]} for line in lines]
+    write_lines(path / "gsm8k.jsonl", lines[:2])
+    held_out, data = (write_lines(path / f"{i}.jsonl", some) for i, some in enumerate((pairs[:16], pairs[16:])))
+    (path / "plain.py").write_text("from refusion_jax.config import default_config as get_config\n")
+    flags = {"init_from": source, "data.tokenizer": source / "tokenizer.json", "data.path": data, "row_length": 320}
+    flags |= {"eval.path": held_out, "eval.every": 10, "steps": 20, "batch_size": 2, "log_every": 5, "lora.rank": 8}
+    flags |= {"learning_rate": 1e-3, "warmup_steps": 2, "checkpoint.every": 20, "data.on_error": "skip"}
+    set_flags = [f"--config.{key}={value}" for key, value in flags.items()]
+    run("train", f"--config={path}/plain.py", f"--workdir={path}/run", *set_flags)
+    return path / "run", path
+
+
+@pytest.fixture(scope="module")
+def exported(adapted, tmp_path_factory):
+    """The run as a Hugging Face directory."""
+    path = tmp_path_factory.mktemp("exported") / "export"
+    run("convert", "--format=huggingface", f"--from={adapted[0]}", f"--to={path}")
+    return path
+
+
+def test_twenty_steps_of_adapters_lower_the_loss_of_problems_that_are_held_out(adapted):
+    losses = [record["eval_loss"] for record in read_metrics(adapted[0]) if "eval_loss" in record]
+    assert losses[-1] < losses[0]
+
+
+def test_the_adapted_model_is_evaluated(adapted, tmp_path):
+    workdir, problems = adapted
+    tasks = ["--tasks=gsm8k", f"--task_data={problems}", "--num_fewshot=0"]
+    run("evaluate", f"--checkpoint={workdir}", *tasks, f"--output={tmp_path}/scores", *DECODING)
+    results = json.loads((tmp_path / "scores" / "results.json").read_text())
+    assert results["n-samples"]["gsm8k"]["effective"] == 2
+
+
+@pytest.mark.filterwarnings("ignore")  # of theirs
+def test_transformers_and_peft_read_what_the_adapted_model_becomes(smollm2, adapted, exported, tmp_path):
     peft = pytest.importorskip("peft")
     import torch
     import transformers
 
-    source, _ = smollm2
-    lines = [json.loads(line) for line in problems.read_text().splitlines()[:216]]
-    pairs = [{"query": line["question"], "response": line["answer"]} for line in lines]
-    write_lines(tmp_path / "gsm8k.jsonl", lines[:2])
-    held_out, data = (write_lines(tmp_path / f"{i}.jsonl", some) for i, some in enumerate((pairs[:16], pairs[16:])))
-    (tmp_path / "plain.py").write_text("from refusion_jax.config import default_config as get_config\n")
-    flags = {"init_from": source, "data.tokenizer": source / "tokenizer.json", "data.path": data, "row_length": 320}
-    flags |= {"eval.path": held_out, "eval.every": 10, "steps": 20, "batch_size": 2, "log_every": 5, "lora.rank": 8}
-    flags |= {"learning_rate": 1e-3, "warmup_steps": 2, "checkpoint.every": 20, "data.on_error": "skip"}
-    workdir = tmp_path / "run"
-    set_flags = [f"--config.{key}={value}" for key, value in flags.items()]
-    run("train", f"--config={tmp_path}/plain.py", f"--workdir={workdir}", *set_flags)
-    losses = [record["eval_loss"] for record in read_metrics(workdir) if "eval_loss" in record]
-    assert losses[-1] < losses[0]
-
-    decoding = ["--decode.max_new_tokens=16", "--decode.slot_size=8"]
-    tasks = ["--tasks=gsm8k", f"--task_data={tmp_path}", "--num_fewshot=0"]
-    run("evaluate", f"--checkpoint={workdir}", *tasks, f"--output={tmp_path}/scores", *decoding)
-    results = json.loads((tmp_path / "scores" / "results.json").read_text())
-    assert results["n-samples"]["gsm8k"]["effective"] == 2
-
-    run("convert", "--format=huggingface", f"--from={workdir}", f"--to={tmp_path}/export")
+    (source, _), (workdir, _) = smollm2, adapted
     run("convert", "--format=peft", f"--from={workdir}", f"--to={tmp_path}/peft")
     ours, tokenizer = load_model(workdir), load_tokenizer(workdir)
     (prompt,) = tokenizer.encode_prompts([QUESTION])
     tokens = np.array([prompt], np.int32)
     expected = forward(ours, tokens, np.arange(len(prompt))[None], causal(np.ones_like(tokens)))
-    exported, base = (
-        transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
-        for path in (tmp_path / "export", source)
+    whole, base = (
+        transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32) for path in (exported, source)
     )
-    for theirs in (exported, peft.PeftModel.from_pretrained(base, tmp_path / "peft")):
+    for theirs in (whole, peft.PeftModel.from_pretrained(base, tmp_path / "peft")):
         with torch.no_grad():
             logits = theirs(torch.tensor(tokens)).logits.numpy()
         rows = min(logits.shape[-1], expected.shape[-1])
         np.testing.assert_allclose(logits[..., :rows], expected[..., :rows], atol=1e-4 * np.abs(logits).max())
 
-    answer, _ = run("generate", f"--checkpoint={tmp_path}/export", f"--prompt={QUESTION}", "--json", *decoding)
-    with serving(f"--checkpoint={tmp_path}/export", "--model_name=smol", *decoding) as address:
+
+def test_an_export_serves_the_answer_that_it_generates(exported):
+    answer, _ = run("generate", f"--checkpoint={exported}", f"--prompt={QUESTION}", "--json", *DECODING)
+    with serving(f"--checkpoint={exported}", "--model_name=smol", *DECODING) as address:
         asked = json.dumps({"model": "smol", "messages": [{"role": "user", "content": QUESTION}], "temperature": 0})
         headers = {"Content-Type": "application/json"}
         request = urllib.request.Request(f"{address}/v1/chat/completions", asked.encode(), headers)
