@@ -74,7 +74,7 @@ from refusion_jax.distributed.sharding import make_mesh
 from refusion_jax.distributed.storage import write_file
 from refusion_jax.serving.terminal import Screen, printable
 from refusion_jax.systems.api import DecodeSettings, all_settings, check_settings, decoder_for, play, stream
-from refusion_jax.systems.registry import decoders, decoders_for, default_system, find_decoder
+from refusion_jax.systems.registry import decoders, default_decoder, default_system, find_decoder
 
 _CHECKPOINT = flags.DEFINE_string(
     "checkpoint", None, "A run's directory, one step in its checkpoints/, or a Hugging Face directory"
@@ -105,7 +105,7 @@ def useless_flags() -> list[str]:
     method = command.given(_SETTINGS).get("method")
     if _CHECKPOINT.value:
         method = choose_method(epath.Path(_CHECKPOINT.value), method)
-    own = declared(find_decoder(method or decoders_for(default_system().name)[0]).settings)
+    own = declared(find_decoder(method or default_decoder(default_system().name)).settings)
     for name in own:
         flags.FLAGS[f"decode.{name}"].help = command.help_text(own[name])
     return [f"decode.{name}" for name in _SETTINGS if name not in own]

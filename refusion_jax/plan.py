@@ -38,7 +38,7 @@ from refusion_jax.planning.report import plan_decode, plan_dump, plan_train, to_
 from refusion_jax.planning.search import FIX_SECONDS, fix_for, fix_for_decode, search
 from refusion_jax.split import report as split_report
 from refusion_jax.systems.api import DecodeSettings, all_settings, check_settings
-from refusion_jax.systems.registry import decoders_for
+from refusion_jax.systems.registry import default_decoder
 
 _CONFIG = command.define_config("Config file, such as configs/refusion_8b.py")
 _TOPOLOGY = flags.DEFINE_string(
@@ -103,7 +103,7 @@ def main() -> None:
     check(config)
     if kind == "decode":
         given = command.given(_DECODE)
-        method = given.setdefault("method", decoders_for(config.objective)[0])
+        method = given.setdefault("method", default_decoder(config.objective))
         check_settings(method, given)
         settings = DecodeSettings(**given)
         with waiting(f"compiling for {topology}"):
@@ -127,7 +127,7 @@ def plan_split() -> None:
         raise UserError("--config=configs/NAME.py: needed with --what=split")
     config = _CONFIG.value
     check(config)
-    method = command.given(_DECODE).get("method") or decoders_for(config.objective)[0]
+    method = command.given(_DECODE).get("method") or default_decoder(config.objective)
     itemsize = 2 if config.dtype == "bfloat16" else 4
     found = split_report.choose_split(model_config(config), itemsize, method, flags.FLAGS)
     split_report.show(*found, _JSON.value)

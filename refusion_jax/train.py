@@ -27,11 +27,11 @@ from etils import epath
 from jax.sharding import Mesh
 
 from refusion_jax.checkpoints.directory import is_complete, saved_steps
-from refusion_jax.checkpoints.load import check_fits, find_own_tokenizer, load_params, read_model_config
+from refusion_jax.checkpoints.load import check_fits, find_own_tokenizer, read_model_config
 from refusion_jax.checkpoints.lock import check_free, locked
 from refusion_jax.cli import command
 from refusion_jax.cli.errors import UserError, needs
-from refusion_jax.config import CHANGEABLE, check, check_mesh, help_texts
+from refusion_jax.config import CHANGEABLE, check, check_mesh, help_texts, make_objective
 from refusion_jax.config.keys import keys
 from refusion_jax.config.model import adopt_shape, adopt_steps, model_config
 from refusion_jax.config.run_config import check_same_run
@@ -43,6 +43,7 @@ from refusion_jax.distributed.preemption import EXIT_CODE, Preemption
 from refusion_jax.distributed.processes import all_agree, check_same, check_shared, together
 from refusion_jax.distributed.xla_options import version_mismatch
 from refusion_jax.evaluation.heldout import make_held_out
+from refusion_jax.model.shape import READ_ALIKE
 from refusion_jax.planning.fastest import faster_settings
 from refusion_jax.training import events
 from refusion_jax.training.loop import Now, RollBack
@@ -100,7 +101,9 @@ def train(
 
     # 2. The data.
     source = epath.Path(config.init_from) if config.init_from and (config.lora.rank or not steps) else None
-    tokenizer, rows = load_dataset(config, workdir, source and find_own_tokenizer(source))
+    reads = make_objective(config, 0).reads
+    default = source or (epath.Path(reads) if reads else None)
+    tokenizer, rows = load_dataset(config, workdir, default and find_own_tokenizer(default))
     say(
         f"{rows.documents:,} documents in {len(rows):,} rows of {config.row_length} tokens, {rows.fill:.1%} full; "
         f"vocabulary of {tokenizer.size}"
@@ -111,6 +114,8 @@ def train(
     # 3. The program: the jitted step, and where every array of the state lives.
     place = source or (workdir if config.init_from else None)
     shape = model_config(config, tokenizer, read_model_config(place).max_position_embeddings if place else 0)
+    if reads:
+        check_fits(epath.Path(reads), shape, tokenizer, f"{config.objective}.reads", READ_ALIKE)
     program = train_program(config, shape, mesh)
     if compile_only:
         compile_into_cache(config, workdir, program, mesh)
@@ -124,10 +129,10 @@ def train(
     run = Run(config, workdir, mesh, tokenizer, rows, shape, program, held_out, tasks, preemption, changed)
     run.may_change_data = any(key.split(".")[0] == "data" for key in allowed)
 
-    # 4. The weights to start from, if not random ones.
+    # 4. The weights to start from, if not random ones, and those of a model that the trained one reads.
     if source:
         check_fits(source, shape, tokenizer)
-        run.initial_weights = load_params(source, program.base)
+    run.initial_weights = program.given_weights(source)
 
     # 5. Train: one session, and one more for every time that bad numbers roll the run back.
     check_shared(workdir)

@@ -159,6 +159,7 @@ def test_records_are_kept_and_config_keys_that_are_new_or_gone_make_no_other_com
             ["--output={dir}", "--systems=ar:1:fast"],
             "--systems=ar:1:fast: after the seeds, give one learning rate above 0",
         ),
+        (["--output={dir}", "--systems=dflash"], "--systems=dflash: unknown; known: ar, "),  # it needs a second model
         (["--output={dir}", "--config=configs/quickstart.py"], "data.path=tasks has no answers to check; families has"),
         (["--output={dir}", "--adapt_from=ar", "--systems=card"], "--adapt_from=ar: is not among --systems=card"),
         (

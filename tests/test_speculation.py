@@ -7,17 +7,35 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import BOS, MASK, PROMPTS, causal, equipped, forward, settings, sharp_models, tiny_model
+from conftest import (
+    BOS,
+    MASK,
+    PROMPTS,
+    causal,
+    config_with,
+    equipped,
+    forward,
+    settings,
+    sharp_models,
+    tiny_config,
+    tiny_model,
+)
+from flax import nnx
 
 from refusion_jax import decode
+from refusion_jax.batch.rows import Rows
+from refusion_jax.checkpoints.run_directory import write_model_config
+from refusion_jax.checkpoints.weights import save_params
 from refusion_jax.decoding.auxiliary import with_auxiliaries
 from refusion_jax.decoding.requests import Request
+from refusion_jax.distributed.sharding import make_mesh
 from refusion_jax.systems import pard, prompt_lookup
+from refusion_jax.training.program import train_program
 
 LOSSLESS = [
     ("prompt_lookup", {"draft_length": 3}),
     ("prompt_lookup", {"draft_length": 7, "ngram": 1}),
-    ("pard", {"draft_length": 4}),
+    ("dflash", {"draft_length": 4}),
     ("idlm", {"stride": 4}),
     *(("dense", {"fed_tokens": fed}) for fed in (24, 0)),  # several slots, and what pays; test_systems.py has one slot
 ]
@@ -40,6 +58,7 @@ def test_greedy_they_write_what_ar_writes_from_the_same_weights(method, changes)
     [
         ("prompt_lookup", {"draft_length": 3}, [BOS, 9, 22, 9]),
         ("pard", {"draft_length": 3}, [BOS, 9, 13]),
+        pytest.param("dflash", {"draft_length": 3}, [BOS, 9, 13], marks=pytest.mark.slow),
         ("idlm", {"stride": 3}, [BOS, 9, 13]),
         pytest.param("dense", {"fed_tokens": 8}, [BOS, 9, 13], marks=pytest.mark.slow),
         ("dense", {"fed_tokens": 24}, [BOS, 9, 13]),
@@ -103,6 +122,33 @@ def test_a_drafter_that_is_the_model_itself_has_its_first_draft_accepted():
         expected = [pard.reference(equal, Request(prompt, settings=s)) for prompt in PROMPTS]
         assert out.forwards == [one["forwards"] for one in expected]
         assert all(2 * forwards <= len(tokens) + 1 for forwards, tokens in zip(out.forwards, out.tokens, strict=True))
+
+
+def test_a_drafter_learns_what_the_model_writes_and_the_model_stays_as_it_is(tmp_path):
+    model, shape = sharp_models()[0], tiny_config()
+    weights = nnx.to_pure_dict(nnx.state(model))
+    save_params(tmp_path, weights)
+    write_model_config(tmp_path, model.config)
+    ar = decode(model, PROMPTS, settings("ar"))
+    rows = Rows(*np.zeros((2, len(PROMPTS), 24), np.int32), np.zeros((len(PROMPTS), 24), bool))
+    for row, (prompt, answer) in enumerate(zip(PROMPTS, ar.tokens, strict=True)):
+        size = len(prompt) + len(answer)
+        rows.tokens[row, :size], rows.segment_ids[row, :size] = prompt + answer, 1
+        rows.is_response[row, len(prompt) : size] = True
+
+    own = {"dflash.reads": str(tmp_path), "dflash.draft_length": 4, "batch_size": len(PROMPTS), "row_length": 24}
+    config = config_with(objective="dflash", schedule="constant", learning_rate=0.01, **own)
+    with jax.set_mesh(mesh := make_mesh({}, jax.devices()[:1])):
+        program = train_program(config, shape, mesh)
+        state = program.initial_state(program.given_weights(None))
+        for _ in range(200):
+            state, metrics = program.step(state, rows)
+    assert metrics["loss"] < 0.1
+    jax.tree.map(np.testing.assert_array_equal, state.frozen["reads"], weights)
+    drafter = nnx.merge(nnx.split(tiny_model())[0], state.params)  # which are all that a checkpoint holds
+    out = decode(with_auxiliaries(model, drafter=drafter), PROMPTS, settings("dflash", draft_length=4))
+    assert out.tokens == ar.tokens
+    assert sum(out.forwards) < 0.4 * sum(ar.forwards)
 
 
 def test_drafts_are_what_followed_the_longest_match_and_of_equal_ones_the_latest():

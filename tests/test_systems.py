@@ -67,6 +67,7 @@ VARIANTS = {
     "conv": [{"steps": 4, "conv_window": 5}, {"conv_window": 2, **SHIFTED}],
     "idlm": [{"stride": 6, "new": 15}],
     "pard": [{"draft_length": 3}, {"draft_length": 1}],
+    "dflash": [],
     "block_diffusion": [{"block_size": 8, "sub_block": 3, "threshold": 0.3}, {"block_size": 3, "threshold": 0.6}],
     "wedlm": [{"window": 5, "entropy_threshold": 1.5, "distance_penalty": 0.1}, {"window": 4, "new": 15}],
     "dense": [{"fed_tokens": 8, "new": 15, "size": 3}],

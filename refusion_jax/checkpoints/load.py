@@ -2,7 +2,7 @@
 
 import functools
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -14,7 +14,7 @@ from flax import nnx
 from refusion_jax.checkpoints import checksums, run_directory
 from refusion_jax.checkpoints.directory import find_step
 from refusion_jax.checkpoints.weights import open_params, restore_params, stored_dtype
-from refusion_jax.cli.errors import SettingError, UserError
+from refusion_jax.cli.errors import SettingError, UserError, naming
 from refusion_jax.data.fast_tokenizer import find_tokenizer_file, first_difference, load_tokenizer_file
 from refusion_jax.data.interface import Tokenizer
 from refusion_jax.data.tokenizer import MASK_PIECE
@@ -28,7 +28,7 @@ from refusion_jax.model.families import OPTIONAL
 from refusion_jax.model.lora import Lora, combine
 from refusion_jax.model.shape import ModelConfig
 from refusion_jax.model.transformer import Transformer
-from refusion_jax.systems.registry import decoders_for, default_system, plain_system, releases
+from refusion_jax.systems.registry import decoders_for, default_decoder, default_system, plain_system, releases
 
 # Keys of config.model that say how large it is; `vocab_size` may be more than that of the weights to start from.
 SIZES = (
@@ -228,8 +228,21 @@ def find_own_tokenizer(path: epath.Path) -> epath.Path | None:
     return find_tokenizer_file(tokenizer_place(path)) if path.is_dir() else None
 
 
-def check_fits(path: epath.Path, config: ModelConfig, tokenizer: Tokenizer) -> None:
+def check_fits(
+    path: epath.Path,
+    config: ModelConfig,
+    tokenizer: Tokenizer,
+    flag: str = "init_from",
+    alike: Sequence[str] = (),
+) -> None:
     """Refuses weights of another model, or of one whose tokens mean something else.
+
+    Args:
+      path: of the weights.
+      config: of the model that they are for.
+      tokenizer: of the data.
+      flag: the key that names the path.
+      alike: the keys in which both agree, if not in all that weights depend on.
 
     Raises:
       UserError: naming the key, its value, and the value it should have.
@@ -237,15 +250,17 @@ def check_fits(path: epath.Path, config: ModelConfig, tokenizer: Tokenizer) -> N
     there, own = read_model_config(path), find_tokenizer(path)
     if own and (token := first_difference(own, tokenizer)) is not None:
         raise UserError(
-            f"--config.init_from={path}: its tokenizer is another one than that of the data (token {token} is "
+            f"--config.{flag}={path}: its tokenizer is another one than that of the data (token {token} is "
             f"{own.decode([token])!r} there, {tokenizer.decode([token])!r} here); name it with "
             f"--config.data.tokenizer, and prepare data with it"
         )
     positions = "rope_theta rope_scaling local_rope"
     others = [key for key in OPTIONAL if key != "router_aux_loss_coef"]
-    for key in [*SIZES, *positions.split(), *others, "rms_norm_eps", "tie_word_embeddings", "family"]:
+    for key in alike or [*SIZES, *positions.split(), *others, "rms_norm_eps", "tie_word_embeddings", "family"]:
         if getattr(there, key) != getattr(config, key):
             raise UserError(f"--config.model.{key}={getattr(config, key)}: {path} has {getattr(there, key)}")
+    if alike:
+        return
     if there.local_rope and there.max_position_embeddings < config.max_position_embeddings:
         window = there.max_position_embeddings
         raise UserError(f"--config.row_length must be at most {window}, to which local layers of {path} attend")
@@ -309,10 +324,9 @@ def choose_method(checkpoint: epath.Path, method: str | None) -> str:
     """
     objective = find_objective(checkpoint)
     if objective is None:
-        return method or decoders_for(default_system().name)[0]
-    fitting = decoders_for(objective)
-    if not fitting:
-        raise UserError(f"{checkpoint} was trained with objective={objective}, a system that is not installed here")
+        return method or default_decoder(default_system().name)
+    with naming(f"{checkpoint}"):
+        default, fitting = default_decoder(objective), decoders_for(objective)
     if method and method not in fitting:
         raise SettingError(
             "decode",
@@ -320,4 +334,4 @@ def choose_method(checkpoint: epath.Path, method: str | None) -> str:
             method,
             f"{checkpoint} was trained with objective={objective}, which decodes with {' or '.join(fitting)}",
         )
-    return method or fitting[0]
+    return method or default

@@ -14,6 +14,10 @@ from refusion_jax.model.families import FAMILIES, OPTIONAL
 _Positive = Annotated[float, Field(gt=0, le=1e12)]
 
 
+# In these a model and one that reads its hidden states agree: both keep keys and values in one cache.
+READ_ALIKE = ("hidden_size", "num_key_value_heads", "head_dim")
+
+
 @dataclasses.dataclass(frozen=True)
 class ModelConfig:
     """The shape of the transformer, and what its token ids mean, under Hugging Face's names."""

@@ -45,6 +45,7 @@ class Transformer(nnx.Module):
     """
 
     head_rows = 0  # rows of the output head that the logits of a token are computed of; 0: all
+    reads: "Transformer | None" = None  # in training: see `embedded_with`
 
     def __init__(
         self,
@@ -141,7 +142,7 @@ class Transformer(nnx.Module):
         """
         ragged = ragged or Ragged.whole(*tokens.shape)
         attend = attend_over(cached, length, visible, ragged)
-        return self._run(ragged.pack(tokens), ragged.pack(positions), attend)[:2]
+        return self._run(self.embedded(ragged.pack(tokens)), ragged.pack(positions), attend)[:2]
 
     def empty_cache(self, rows: int, capacity: int) -> KeyValues:
         """Entries that mean nothing yet, of `cache_dtype`, as `extend` takes them."""
@@ -167,7 +168,11 @@ class Transformer(nnx.Module):
         def attend(q, k, v, _):
             return packed.packed_attention(q, k, v, visibility, self.backend), None
 
-        x, _, load = self._run(tokens, positions, attend, visibility.segment_ids > 0)
+        x = self.embedded(tokens)
+        if self.reads is not None:
+            read = self.reads.hidden(tokens, positions, visibility)
+            x = jnp.where((visibility.group == 0)[:, :, None], self.embedded_with(tokens, read), x)
+        x, _, load = self._run(x, positions, attend, visibility.segment_ids > 0)
         return x, load
 
     @property
@@ -223,11 +228,9 @@ class Transformer(nnx.Module):
                 each.cache_dtype = jnp.dtype(cache)
         return model
 
-    def _run(
-        self, tokens, positions, attend: Callable, is_real: jax.Array | None = None
-    ) -> tuple[jax.Array, Any, Load | None]:
-        """Embeds and runs the layers; arguments and results are those of `through_layers`, but for the final norm."""
-        x, kept, load = self.through_layers(self.embedded(tokens), positions, attend, is_real)
+    def _run(self, x, positions, attend: Callable, is_real: Any = None) -> tuple[jax.Array, Any, Load | None]:
+        """Runs the layers; arguments and results are those of `through_layers`, but for the final norm."""
+        x, kept, load = self.through_layers(x, positions, attend, is_real)
         return self.normed(x), kept, load
 
     def embedded(self, tokens: Int32[Array, "B T"]) -> Float[Array, "B T D"]:
@@ -236,6 +239,10 @@ class Transformer(nnx.Module):
         rows = jax.tree.map(lambda w: w[tokens], in_dtype(self.embed_tokens.get_value(), self.dtype))
         x = constrain(widened(rows, self.dtype), "batch", "length", None)
         return x * jnp.asarray(c.hidden_size**0.5, x.dtype) if FAMILIES[c.family].scaled_embedding else x
+
+    def embedded_with(self, tokens: Int32[Array, "B T"], read: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
+        """The embeddings of a text plus what the output head of another model reads of it, which is made as small."""
+        return self.embedded(tokens) + self.config.hidden_size**-0.5 * read
 
     def through_layers(
         self, x: Float[Array, "B T D"], positions: Int32[Array, "B T"], attend: Callable, is_real: Any = None

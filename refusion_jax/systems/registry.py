@@ -175,10 +175,29 @@ def system_of(method: str) -> System:
 
 
 def decoders_for(objective: str) -> list[str]:
-    """Names of the decoders for models of a system: its default first, those that need further models last."""
+    """Names of the decoders for models of a system: its default first, those that need further models last.
+
+    None of its own that need further models: those are what the system trains.
+    """
     own = systems()[objective].decoders if objective in systems() else {}
+    own = [name for name, decoder in own.items() if not decoder.settings.auxiliary_models]
     others = {n: d for system in systems().values() if objective in system.decodes for n, d in system.decoders.items()}
     return [*own, *sorted(others, key=lambda name: len(others[name].settings.auxiliary_models))]
+
+
+def default_decoder(objective: str) -> str:
+    """Name of the first decoder for models of a system.
+
+    Raises:
+      UserError: where there is none.
+    """
+    names = decoders_for(objective)
+    if not names:
+        why = (
+            "its models do not decode by themselves" if objective in systems() else "this system is not installed here"
+        )
+        raise UserError(f"objective={objective}: {why}")
+    return names[0]
 
 
 def loss_term_names() -> list[str]:

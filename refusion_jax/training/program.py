@@ -2,14 +2,17 @@
 
 import dataclasses
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import ml_collections
+from etils import epath
 from flax import nnx
 from jax.sharding import Mesh
 
 from refusion_jax.batch.rows import Rows
+from refusion_jax.checkpoints.load import load_params, read_model_config
 from refusion_jax.cli.errors import SettingError
 from refusion_jax.config import make_objective
 from refusion_jax.distributed import sharding
@@ -19,6 +22,7 @@ from refusion_jax.model.packed_attention import backend_for
 from refusion_jax.model.shape import ModelConfig
 from refusion_jax.model.transformer import Transformer, logical_axes
 from refusion_jax.systems.interface import Objective, train_flops_per_row
+from refusion_jax.systems.registry import find_system
 from refusion_jax.training.optimizer import make_optimizer, make_schedule
 from refusion_jax.training.train_step import TrainState, init_state, make_train_step, state_shardings
 
@@ -35,51 +39,70 @@ class Program:
     lora: Lora | None
     graphdef: nnx.GraphDef  # of the transformer
     objective: Objective
-    flops_per_row: float  # of forward and backward
+    flops_per_row: float  # of forward and backward, and of the forward of a model that is read
 
     def compiled_step(self, state: TrainState) -> jax.stages.Compiled:
         """The step, compiled for a state: its arrays, or their shapes and shardings."""
         return self.step.lower(state, self.rows).compile()
+
+    def given_weights(self, init_from: epath.PathLike | None) -> dict[str, Any] | None:
+        """The weights of a model to start from, and of one that the trained one reads; None: there are none."""
+        given = load_params(epath.Path(init_from), self.base) if init_from else {}
+        if self.objective.reads:
+            given["reads"] = load_params(epath.Path(self.objective.reads), self.target.frozen["reads"])
+        return given or None
+
+
+def split(weights: dict[str, Any], lora: Lora | None) -> tuple[dict[str, Any], dict[str, Any]]:
+    """(those that are trained, the frozen ones) of weights, those of a model that is read among the latter."""
+    own = {name: value for name, value in weights.items() if name != "reads"}
+    trained, frozen = lora.split(own) if lora else (own, {})
+    return trained, frozen | {name: weights[name] for name in weights.keys() - own.keys()}
 
 
 def train_program(config: ml_collections.ConfigDict, shape: ModelConfig, mesh: Mesh) -> Program:
     """The program of a config for a model on a mesh, whose devices may be abstract.
 
     Raises:
-      SettingError: where products of experts should be in int8.
+      SettingError: where products of experts should be in int8, or no model is named for the trained one to read.
     """
     if config.quantization == "int8" and shape.num_experts:
         raise SettingError("config", "quantization", config.quantization, "a model with experts needs none")
     platform = mesh.devices.flat[0].platform
     backend = backend_for(platform, config.row_length // mesh.shape["sequence"], config.model.head_dim, config.dtype)
 
-    lora = read_lora(config.lora)
+    lora, objective = read_lora(config.lora), make_objective(config, shape.mask_token_id)
+    section = find_system(config.objective).section
+    if "reads" in section.keys and not objective.reads:
+        raise SettingError("config", f"{section.name}.reads", "", "name the run or model that is read")
+    read = read_model_config(epath.Path(objective.reads)) if objective.reads else None
 
     def build(rngs: nnx.Rngs) -> Transformer:
         model = Transformer(shape, rngs, config.dtype, config.remat, backend, config.quantization)
         if lora:
             add_adapters(model.layers, lora, rngs)
+        if read:
+            model.reads = Transformer(read, rngs, config.dtype, backend=backend)
         return model
 
     abstract_model = nnx.eval_shape(lambda: build(nnx.Rngs(0)))
     graphdef, axes = nnx.split(abstract_model)[0], logical_axes(abstract_model)
     schedule = make_schedule(config)
-    optimizer = make_optimizer(config, schedule, lora.split(axes)[0] if lora else axes)
-    objective = make_objective(config, shape.mask_token_id)
+    optimizer = make_optimizer(config, schedule, split(axes, lora)[0])
     guards = config.guard.spike, config.debug_nans
     step = make_train_step(graphdef, objective, optimizer, schedule, config.seed, config.accumulation, *guards)
 
     def fresh_state(weights: dict | None = None) -> TrainState:
         params = combine(weights or {}, nnx.to_pure_dict(nnx.state(build(nnx.Rngs(config.seed)))))
-        if not lora:
-            return init_state(params, optimizer)
-        params, frozen = lora.split(params)
+        params, frozen = split(params, lora)
         return init_state(params, optimizer, jax.tree.map(lambda w: w.astype(config.dtype), frozen))
 
     abstract = jax.eval_shape(fresh_state)
     shardings = state_shardings(mesh, axes, abstract)
     of_rows, dtypes = (config.batch_size, config.row_length), (jnp.int32, jnp.int32, jnp.bool_)
     rows = jax.eval_shape(lambda: Rows(*(jnp.zeros(of_rows, dtype) for dtype in dtypes)))
+    target = sharding.placed(abstract, shardings)
+    own = {name: x for name, x in target.weights.items() if name != "reads"}
     return Program(
         step=jax.jit(
             step,
@@ -89,10 +112,11 @@ def train_program(config: ml_collections.ConfigDict, shape: ModelConfig, mesh: M
         ),
         initial_state=jax.jit(fresh_state, donate_argnums=0, out_shardings=shardings),
         rows=sharding.placed(rows, sharding.sharding(mesh, "batch", "length")),
-        target=(target := sharding.placed(abstract, shardings)),
-        base=lora.without_adapters(target.weights) if lora else target.params,
+        target=target,
+        base=lora.without_adapters(own) if lora else own,
         lora=lora,
         graphdef=graphdef,
         objective=objective,
-        flops_per_row=train_flops_per_row(objective, shape, config.row_length),
+        flops_per_row=train_flops_per_row(objective, shape, config.row_length)
+        + (train_flops_per_row(objective, read, config.row_length) / 3 if read else 0.0),
     )

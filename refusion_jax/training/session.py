@@ -15,7 +15,6 @@ from etils import epath
 from jax.sharding import Mesh
 
 from refusion_jax.batch.rows import Rows
-from refusion_jax.checkpoints.load import load_params
 from refusion_jax.checkpoints.manager import Checkpoints
 from refusion_jax.cli.errors import UserError
 from refusion_jax.config.run_config import claim
@@ -33,7 +32,7 @@ from refusion_jax.model.shape import ModelConfig
 from refusion_jax.training import events, recovery
 from refusion_jax.training.loop import Hooks, Now, RollBack
 from refusion_jax.training.metrics import MetricsWriter
-from refusion_jax.training.program import Program
+from refusion_jax.training.program import Program, split
 from refusion_jax.training.recovery import Health, SkippedBatches
 from refusion_jax.training.train_step import wide_to_int
 
@@ -54,7 +53,7 @@ class Run:
     preemption: Preemption
     changed: list[str]  # of the config since the session before, see `check_same_run`
     may_change_data: bool = False
-    initial_weights: dict | None = None  # the weights to start from, if not random ones, until they are used
+    initial_weights: dict | None = None  # those that the run was given, until they are used
     check_lock: Callable[[], None] = lambda: None  # UserError where somebody else has taken the directory over
     compiled_step: Callable | None = None
     failure: RollBack | None = None  # why the session before was rolled back
@@ -91,7 +90,7 @@ class Session:
             )
         self.state = restored[0] if restored else run.program.initial_state(_initial_weights(run))
         if restored and self.state.frozen:
-            frozen = run.program.lora.split(_initial_weights(run))[1]
+            frozen = split(_initial_weights(run), run.program.lora)[1]
             self.state = self.state.replace(frozen=frozen)
         self.first_step = int(self.state.step)
         if run.failure:
@@ -213,8 +212,6 @@ class Session:
 
 
 def _initial_weights(run: Run) -> dict | None:
-    """The weights that the run was given to start from; None: random ones."""
-    if not run.config.init_from:
-        return None
+    """The weights that the run was given, see `Program.given_weights`; None: random ones."""
     weights, run.initial_weights = run.initial_weights, None
-    return weights or load_params(epath.Path(run.config.init_from), run.program.base)
+    return weights or run.program.given_weights(run.config.init_from)

@@ -45,7 +45,7 @@ from refusion_jax.cli import command, flag_values
 from refusion_jax.cli.errors import UserError
 from refusion_jax.config import check
 from refusion_jax.distributed.storage import write_file
-from refusion_jax.systems.registry import find_system, trainable
+from refusion_jax.systems.registry import decoders_for, find_system, trainable
 
 _PROBLEMS = "families"  # the source of problems that this benchmark needs
 _FORMAT = 5  # of the stored records, raised where they or the problems change
@@ -110,11 +110,12 @@ def _read_systems(entries: list[str], seeds: int) -> tuple[dict[str, int], dict[
 
     Without entries all systems that decode and do not only fine-tune.
     """
-    every, found, rates = [name for name in trainable() if find_system(name).decoders], {}, {}
+    able = [name for name in trainable() if decoders_for(name) or not find_system(name).decoders]
+    every, found, rates = [name for name in able if find_system(name).decoders], {}, {}
     for entry in entries or every:
         name, *numbers = entry.split(":")
-        if name not in trainable():
-            raise UserError(f"--systems={entry}: unknown; known: {', '.join(trainable())}")
+        if name not in able:
+            raise UserError(f"--systems={entry}: unknown; known: {', '.join(able)}")
         if numbers and numbers[0] not in map(str, range(1, _MOST_SEEDS + 1)):
             raise UserError(f"--systems={entry}: after the colon, give a number of seeds from 1 to {_MOST_SEEDS}")
         found[name] = int(numbers[0]) if numbers else seeds
