@@ -67,6 +67,9 @@ _PREFIXES = flags.DEFINE_integer(
     0,
     2**30,
 )
+_STRUCTURED = flags.DEFINE_bool(
+    "structured", False, "Compile for structured answers before it listens; else the first of them waits for that"
+)
 _LOG = flags.DEFINE_bool("access_log", False, "Print a JSON line for each request, with its X-Request-Id")
 _CACHE = flags.DEFINE_string(
     "compilation_cache", None, "Directory of compiled programs, or off; by default one in the user's cache directory"
@@ -119,15 +122,16 @@ def main() -> None:
     host, port, *_ = listening.getsockname()
     keys = _KEYS.value or [key for key in os.environ.get("REFUSION_API_KEY", "").split(",") if key]
     access = Access(keys, _CORS.value, allowed_hosts(host, _HOSTS.value), _LOG.value)
-    app = make_app(
-        Service(_NAME.value or _CHECKPOINT.value, model, tokenizer, engine, seed), access, refusion_jax.__version__
-    )
+    service = Service(_NAME.value or _CHECKPOINT.value, model, tokenizer, engine, seed)
+    app = make_app(service, access, refusion_jax.__version__)
     how = {"log_level": "warning", "access_log": False, "timeout_graceful_shutdown": _GRACE, "server_header": False}
     how |= {"http": TimedConnection, "limit_concurrency": most_connections()}
     server = uvicorn.Server(uvicorn.Config(app, **how))
     try:
         with waiting("compiling"):
             engine.start(failed=lambda: setattr(server, "should_exit", True))
+            if _STRUCTURED.value and not engine.failure:
+                service.compile_structured()
         # What is there now stays. A collector of garbage that looks at it, too, holds everybody up for 0.1 s and more.
         gc.collect()
         gc.freeze()

@@ -11,12 +11,12 @@ from starlette.testclient import TestClient
 
 from refusion_jax import DecodeSettings, load_model, load_tokenizer
 from refusion_jax.decoding.answers import Answer
+from refusion_jax.serving import errors
 from refusion_jax.serving.access import Access, allowed_hosts
 from refusion_jax.serving.app import make_app
 from refusion_jax.serving.engine import Engine
 from refusion_jax.serving.errors import largest_body
 from refusion_jax.serving.jobs import BusyError, FailedError
-from refusion_jax.serving.protocol import Completion
 from refusion_jax.serving.service import Service
 
 HEADERS = {"Content-Type": "application/json"}
@@ -135,9 +135,9 @@ def test_bodies_of_any_kind_are_refused(client):
     assert [answer.status_code for answer in answers] == [413, 413, 400, 400, 400, 400, 400]
 
 
-@pytest.mark.parametrize(("slow", "at_once"), [("parsing", 1), ("tokenizing", 40), ("compiling", 4)])
+@pytest.mark.parametrize(("slow", "at_once"), [("refusing", 1), ("tokenizing", 40), ("compiling", 4)])
 def test_others_are_answered_while_requests_take_long(app, service, monkeypatch, slow, at_once):
-    """Large bodies, which are read one by one, and structured answers, which leave threads for the others."""
+    """Large bodies, which are read and refused one by one; structured answers leave threads for the others."""
     held, release = [], threading.Event()
 
     def hold(*args):
@@ -145,9 +145,10 @@ def test_others_are_answered_while_requests_take_long(app, service, monkeypatch,
         assert release.wait(timeout=300), "nobody else was answered"
         raise FailedError("held")
 
-    owners = {"parsing": (Completion, "model_validate_json"), "tokenizing": (service, "completion")}
+    owners = {"refusing": (errors, "_explained"), "tokenizing": (service, "completion")}
     monkeypatch.setattr(*owners.get(slow, (service.engine, "constrained")), hold)
     body = {"prompt": "a", "guided_choice": ["b"]} if slow == "compiling" else {"prompt": "a" * 10**5}
+    body |= {"temperature": "hot"} if slow == "refusing" else {}
 
     async def ask() -> None:
         transport = httpx.ASGITransport(app)

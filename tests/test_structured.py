@@ -261,8 +261,10 @@ FOLLOWED = (
 
 @pytest.fixture(scope="module")
 def address(trained_run):
-    flags = ["--model_name=tiny", "--decode.slot_size=4", "--decode.batch_size=8"]
+    """Which is compiled for structured answers, too, when it says that it serves."""
+    flags = ["--model_name=tiny", "--decode.slot_size=4", "--decode.batch_size=8", "--structured"]
     with serving(f"--checkpoint={trained_run}", *flags) as address:
+        assert httpx.get(f"{address}/health").json()["rows"] == 10
         yield address
 
 

@@ -4,6 +4,7 @@ Everything here runs on the host, once per request. Axes: R requests, N places o
 """
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -40,7 +41,7 @@ class Request:
     grammar: Any = None  # that the answer follows, a `constrained.Matcher` that has consumed nothing
     least: int = 0  # tokens that the answer has before an EOS; without a grammar
 
-    @property
+    @functools.cached_property
     def parts(self) -> list[tuple[range, Sequence[int] | None]]:
         """(positions in the text, the tokens given there; None: a gap) of the prompt and the parts of the template."""
         parts, at = [], 0

@@ -69,7 +69,7 @@ class KeyCheck:
         Raises:
           HTTPException: of status 401.
         """
-        if not self._keys or request.url.path in _OPEN:
+        if request.url.path in _OPEN:
             return
         found = await self._bearer(request)
         given = found.credentials.encode() if found else b""

@@ -13,10 +13,10 @@ from pydantic.json_schema import models_json_schema
 from starlette.exceptions import HTTPException
 
 from refusion_jax.serving.access import Access, KeyCheck, guard_access
-from refusion_jax.serving.errors import handle_errors
+from refusion_jax.serving.errors import handle_errors, read_body
 from refusion_jax.serving.page import page
 from refusion_jax.serving.protocol import Chat, Completion, Detokenize, Tokenize
-from refusion_jax.serving.reply import Reply
+from refusion_jax.serving.reply import Reply, to_json
 from refusion_jax.serving.responses import TextReply, TextRequest
 from refusion_jax.serving.service import Service
 from refusion_jax.serving.writer import Delta
@@ -24,10 +24,11 @@ from refusion_jax.serving.writer import Delta
 
 def make_app(service: Service, access: Access, version: str) -> FastAPI:
     """The server as an ASGI application; the engine is started and ended by the caller."""
-    checks = [Depends(KeyCheck(access.keys))]
+    checks = [Depends(KeyCheck(access.keys))] if access.keys else []
     # FastAPI's /docs loads its scripts from elsewhere.
     app = FastAPI(title="refusion_jax", version=version, docs_url=None, redoc_url=None, dependencies=checks)
-    parsed, structured = functools.partial(_parsed, anyio.CapacityLimiter(1)), anyio.CapacityLimiter(4)
+    parsed = functools.partial(_parsed, service, anyio.CapacityLimiter(1))
+    structured = anyio.CapacityLimiter(4)
 
     def threads(body: Completion | Chat) -> anyio.CapacityLimiter | None:
         """Few for structured answers: a grammar may take seconds, and the first ones wait for programs."""
@@ -39,6 +40,46 @@ def make_app(service: Service, access: Access, version: str) -> FastAPI:
     described = {"id": service.name, "object": "model", "created": int(time.time()), "owned_by": "refusion_jax"}
     described["max_model_len"] = service.engine.settings.cache_length
     described |= {"slot_size": service.engine.settings.slot_size, "fills_gaps": service.engine.fills_gaps}
+
+    @app.post("/v1/completions", **_documented(Completion))
+    async def completions(body: Annotated[Completion, parsed(Completion)], request: Request):
+        body.seed = service.seed_of(body)
+        if len(await request.body()) <= _SMALL and len(body.prompt) == 1 and not body.constraints:
+            choices = service.completion(body)  # half a millisecond, and no thread to wait for
+        else:
+            choices = await anyio.to_thread.run_sync(service.completion, body, limiter=threads(body))
+        reply = Reply(service, body, "cmpl", "text_completion", choices)
+        if body.stream:
+            return await reply.stream(lambda delta, scores: {"text": delta.text, "logprobs": scores})
+        echoed = await anyio.to_thread.run_sync(service.echoes, choices) if body.echo else [""] * len(choices)
+        told = await reply.whole(
+            request, lambda number, delta, scores: {"text": echoed[number] + delta.text, "logprobs": scores}
+        )
+        return _json(told)
+
+    @app.post("/v1/chat/completions", **_documented(Chat))
+    async def chats(body: Annotated[Chat, parsed(Chat)], request: Request):
+        body.seed = service.seed_of(body)
+        choices = await anyio.to_thread.run_sync(service.chat, body, limiter=threads(body))
+        if body.stream:
+            reply = Reply(service, body, "chatcmpl", "chat.completion.chunk", choices)
+            return await reply.stream(
+                lambda delta, scores: {"delta": _said(delta), "logprobs": scores}, begins_with_role=True
+            )
+
+        def fields(number: int, delta: Delta, scores: dict[str, Any] | None) -> dict[str, Any]:
+            message = {"role": "assistant", "content": None if delta.calls else ""}
+            return {"message": message | _said(delta), "logprobs": scores}
+
+        return _json(await Reply(service, body, "chatcmpl", "chat.completion", choices).whole(request, fields))
+
+    @app.post("/v1/responses", **_documented(TextRequest))
+    async def responses(body: Annotated[TextRequest, parsed(TextRequest)], request: Request):
+        body.chat.seed = service.seed_of(body.chat)
+        reply = await anyio.to_thread.run_sync(TextReply, service, body, limiter=threads(body.chat))
+        if body.stream:
+            return await reply.stream(lambda delta, scores: _said(delta))
+        return _json(await reply.respond(request))
 
     @app.head("/health")
     @app.get("/health")
@@ -68,43 +109,6 @@ def make_app(service: Service, access: Access, version: str) -> FastAPI:
         _check_model(name, service)
         return described
 
-    @app.post("/v1/completions", **_documented(Completion))
-    async def completions(body: Annotated[Completion, parsed(Completion)], request: Request):
-        _check_model(body.model, service)
-        body.seed = service.seed_of(body)
-        choices = await anyio.to_thread.run_sync(service.completion, body, limiter=threads(body))
-        reply = Reply(service, body, "cmpl", "text_completion", choices)
-        if body.stream:
-            return await reply.stream(lambda delta, scores: {"text": delta.text, "logprobs": scores})
-        echoed = await anyio.to_thread.run_sync(service.echoes, choices) if body.echo else [""] * len(choices)
-        return await reply.whole(
-            request, lambda number, delta, scores: {"text": echoed[number] + delta.text, "logprobs": scores}
-        )
-
-    @app.post("/v1/chat/completions", **_documented(Chat))
-    async def chats(body: Annotated[Chat, parsed(Chat)], request: Request):
-        _check_model(body.model, service)
-        body.seed = service.seed_of(body)
-        choices = await anyio.to_thread.run_sync(service.chat, body, limiter=threads(body))
-        if body.stream:
-            reply = Reply(service, body, "chatcmpl", "chat.completion.chunk", choices)
-            return await reply.stream(
-                lambda delta, scores: {"delta": _said(delta), "logprobs": scores}, begins_with_role=True
-            )
-
-        def fields(number: int, delta: Delta, scores: dict[str, Any] | None) -> dict[str, Any]:
-            message = {"role": "assistant", "content": None if delta.calls else ""}
-            return {"message": message | _said(delta), "logprobs": scores}
-
-        return await Reply(service, body, "chatcmpl", "chat.completion", choices).whole(request, fields)
-
-    @app.post("/v1/responses", **_documented(TextRequest))
-    async def responses(body: Annotated[TextRequest, parsed(TextRequest)], request: Request):
-        _check_model(body.model, service)
-        body.chat.seed = service.seed_of(body.chat)
-        reply = await anyio.to_thread.run_sync(TextReply, service, body, limiter=threads(body.chat))
-        return await reply.stream(lambda delta, scores: _said(delta)) if body.stream else await reply.respond(request)
-
     # What lm-eval's local-completions asks to tokenize as the model does.
 
     @app.get("/tokenizer_info")
@@ -113,13 +117,11 @@ def make_app(service: Service, access: Access, version: str) -> FastAPI:
 
     @app.post("/tokenize", **_documented(Tokenize))
     async def tokenize(body: Annotated[Tokenize, parsed(Tokenize)]) -> dict[str, Any]:
-        _check_model(body.model, service)
         tokens = await anyio.to_thread.run_sync(service.tokenize, body.prompt, body.add_special_tokens)
         return {"tokens": tokens, "count": len(tokens), "max_model_len": service.engine.settings.cache_length}
 
     @app.post("/detokenize", **_documented(Detokenize))
     async def detokenize(body: Annotated[Detokenize, parsed(Detokenize)]) -> dict[str, Any]:
-        _check_model(body.model, service)
         return {"prompt": await anyio.to_thread.run_sync(service.detokenize, body.tokens)}
 
     app.openapi().setdefault("components", {})["schemas"] = _schemas(service)
@@ -153,16 +155,23 @@ def _documented(kind: type[BaseModel]) -> dict[str, Any]:
     return {"openapi_extra": {"requestBody": {"content": {"application/json": schema}, "required": True}}}
 
 
-def _parsed(one_at_a_time: anyio.CapacityLimiter, kind: type[BaseModel]) -> Any:
+def _parsed(service: Service, one_at_a_time: anyio.CapacityLimiter, kind: type[BaseModel]) -> Any:
     """The body of a request. A large one is read in a thread of its own, which holds Python's lock for up to 50 ms."""
 
     async def parse(request: Request) -> BaseModel:
         raw = await request.body()
         if len(raw) <= _SMALL:
-            return kind.model_validate_json(raw)
-        return await anyio.to_thread.run_sync(kind.model_validate_json, raw, limiter=one_at_a_time)
+            body = read_body(kind, raw)
+        else:
+            body = await anyio.to_thread.run_sync(read_body, kind, raw, limiter=one_at_a_time)
+        _check_model(body.model, service)
+        return body
 
     return Depends(parse)
+
+
+def _json(content: dict[str, Any]) -> Response:
+    return Response(to_json(content), media_type="application/json")
 
 
 def _check_model(name: str | None, service: Service) -> None:

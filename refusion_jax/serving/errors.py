@@ -6,7 +6,7 @@ from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -29,9 +29,9 @@ def handle_errors(app: FastAPI, cache_length: int) -> None:
     """
     app.add_middleware(LimitBody, most=largest_body(cache_length))
 
-    @app.exception_handler(ValidationError)
-    async def invalid(request: Request, error: ValidationError) -> JSONResponse:
-        return _refusal(400, *_explained(error))
+    @app.exception_handler(InvalidError)
+    async def invalid(request: Request, error: InvalidError) -> JSONResponse:
+        return _refusal(400, *error.args)
 
     @app.exception_handler(HTTPException)
     async def refused(request: Request, error: HTTPException) -> JSONResponse:
@@ -72,6 +72,18 @@ class LimitBody:
 
 
 _OF_A_TYPE = re.compile(r"^(str|int|list|dict)$|[A-Z\[(]")  # what pydantic adds where a field may be one of several
+
+
+class InvalidError(Exception):
+    """(what is wrong with a body, the name of the field at fault or None)."""
+
+
+def read_body(kind: type[BaseModel], raw: bytes) -> BaseModel:
+    """A body of this kind, or InvalidError. To list 20,000 errors takes 0.1 s: not for the event loop."""
+    try:
+        return kind.model_validate_json(raw)
+    except ValidationError as error:
+        raise InvalidError(*_explained(error)) from None
 
 
 def _explained(error: ValidationError) -> tuple[str, str | None]:

@@ -3,7 +3,6 @@
 import asyncio
 import contextlib
 import dataclasses
-import json
 import time
 import uuid
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -11,6 +10,7 @@ from typing import Any
 
 from fastapi import Request
 from fastapi.responses import StreamingResponse
+from pydantic import TypeAdapter
 from starlette.exceptions import HTTPException
 
 from refusion_jax.cli.errors import UserError
@@ -22,6 +22,9 @@ from refusion_jax.serving.protocol import Chat, Completion, StreamOptions
 from refusion_jax.serving.scores import ScoredStream
 from refusion_jax.serving.service import Service
 from refusion_jax.serving.writer import Delta
+
+# In a hundredth of the time that FastAPI's encoder takes, during which nobody else is answered.
+to_json: Callable[[Any], bytes] = TypeAdapter(Any).dump_json
 
 
 class Reply:
@@ -138,15 +141,15 @@ class Reply:
 
     async def _events(
         self, fields: Callable[[Delta, dict[str, Any] | None], dict[str, Any]], begins_with_role: bool
-    ) -> AsyncIterator[str]:
+    ) -> AsyncIterator[bytes]:
         options, service = self._body.stream_options or StreamOptions(), self._service
         scored = [ScoredStream(service.scorer, service.tokenizer, self._body, one) for one in self._choices]
 
-        def event(choices: Sequence[dict[str, Any]]) -> str:
+        def event(choices: Sequence[dict[str, Any]]) -> bytes:
             said = {**self._head, "choices": choices}
             if options.include_usage or options.continuous_usage_stats:
                 said["usage"] = self._usage() if options.continuous_usage_stats or not choices else None
-            return f"data: {json.dumps(said, ensure_ascii=False)}\n\n"
+            return b"data: " + to_json(said) + b"\n\n"
 
         try:
             for number, one in enumerate(self._choices):
@@ -162,9 +165,9 @@ class Reply:
                     yield event([{"index": number, **own, **self._end(delta, answer, delta.commits)}])
             if options.include_usage:
                 yield event([])
-            yield "data: [DONE]\n\n"
+            yield b"data: [DONE]\n\n"
         except (UserError, BusyError, RuntimeError) as error:  # the status has been sent already
-            yield f"data: {json.dumps(error_body(500, str(error)))}\n\n"
+            yield b"data: " + to_json(error_body(500, str(error))) + b"\n\n"
         finally:
             self._forget()
 

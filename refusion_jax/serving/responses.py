@@ -14,7 +14,7 @@ from refusion_jax.cli.errors import UserError
 from refusion_jax.serving.conversation import CalledFunction, Function, Named
 from refusion_jax.serving.jobs import BusyError
 from refusion_jax.serving.protocol import MOST_TOOLS, Chat, JsonSchema
-from refusion_jax.serving.reply import Reply
+from refusion_jax.serving.reply import Reply, to_json
 from refusion_jax.serving.service import Service
 from refusion_jax.serving.strict import Strict
 
@@ -184,15 +184,15 @@ class TextReply(Reply):
         output = [_message(delta.text, reason)] if delta.text or not delta.calls else []
         return self._response([*output, *map(_call, delta.calls)], reason)
 
-    async def _events(self, *_: Any) -> AsyncIterator[str]:
+    async def _events(self, *_: Any) -> AsyncIterator[bytes]:
         """As OpenAI's clients expect them; one event for each piece of text, and one for the arguments of each call."""
         numbers, output, text, reason = itertools.count(), [], "", None
 
-        def event(kind: str, **fields: Any) -> str:
+        def event(kind: str, **fields: Any) -> bytes:
             said = {"type": f"response.{kind}", "sequence_number": next(numbers), **fields}
-            return f"event: response.{kind}\ndata: {json.dumps(said, ensure_ascii=False)}\n\n"
+            return f"event: response.{kind}\ndata: ".encode() + to_json(said) + b"\n\n"
 
-        def added(item: dict[str, Any]) -> str:
+        def added(item: dict[str, Any]) -> bytes:
             output.append(item)
             return event("output_item.added", output_index=len(output) - 1, item=item)
 

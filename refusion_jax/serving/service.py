@@ -76,6 +76,10 @@ class Service:
             choices += self._answers(body, ids, len(ids) - len(given), text, name, suffix, own)
         return choices
 
+    def compile_structured(self) -> None:
+        """Compiles for structured answers before the first of them; raises as `Engine.constrained`."""
+        self.engine.constrained(self._grammars.compile("--structured", "choice", ["yes", "no"]))
+
     def seed_of(self, body: Completion | Chat) -> int:
         """The request's, the server's, or one that nobody has had."""
         given = self._seed if body.seed is None else body.seed
