@@ -2,11 +2,14 @@
 
 import asyncio
 
-from uvicorn.protocols.http.auto import AutoHTTPProtocol
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 
-class TimedConnection(AutoHTTPProtocol):
-    """uvicorn's connection, closed where a request is not whole in time; uvicorn itself waits for ever."""
+class TimedConnection(H11Protocol):
+    """uvicorn's connection, closed where a request is not whole in time; uvicorn itself waits for ever.
+
+    That of h11, also where httptools is installed, with which uvicorn does not limit a request's head.
+    """
 
     seconds = 60.0  # from the connection, or from the first byte of a later request, to the last byte of its body
 
