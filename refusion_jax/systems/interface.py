@@ -36,7 +36,7 @@ class Objective(abc.ABC):
     """How rows of text become a training batch: a frozen dataclass of `mask_id` and the system's own config keys."""
 
     mask_id: int
-    reads: str = ""  # a model whose hidden states of the text (tokens of group 0) the trained one is fed with it
+    reads = ""  # a model whose hidden states of the text (tokens of group 0) the trained one is fed with it; no field
 
     shifted: ClassVar[bool] = False  # whether models learn to read a masked token from the logits at the one before it
     streams: ClassVar[int] = 1  # versions of a row that the model is fed, one after the other
