@@ -102,14 +102,14 @@ class EditedBlocks(sdar.BlockByBlock):
         edits = is_own & ~is_mask & (chosen != fed) & (confidence > own.editing_threshold[:, None])
         changes = reveals | edits & (has_masks | (s.post_steps < own.max_post_steps))[:, None]
 
-        is_settled = ~jnp.any(changes, axis=1)
-        cache = kv.commit(cache, jnp.where(s.active & is_settled, self.width, 0))
-        after = s.fill(cache, is_own & is_settled[:, None], fed, at, self.ids)
+        is_final = ~jnp.any(changes, axis=1)
+        cache = kv.commit(cache, jnp.where(s.active & is_final, self.width, 0))
+        after = s.fill(cache, is_own & is_final[:, None], fed, at, self.ids)
         return s.renewed(
             after,
             text=put(s.text, jnp.where(changes, at, s.text.shape[1]), chosen),
-            active=after.active | ~is_settled,
-            post_steps=jnp.where(is_settled, 0, s.post_steps + ~has_masks),
+            active=after.active | ~is_final,
+            post_steps=jnp.where(is_final, 0, s.post_steps + ~has_masks),
         )
 
 
