@@ -3,7 +3,8 @@
 A program runs in a process of its own that can reach neither the network nor other processes nor files (`jail.py`). CPU
 time, memory, processes and files are limited, the environment is empty, and the working directory is deleted when it
 ends. Where the kernel does not support this, programs are not run, unless the caller accepts the risk (`unsafe`): then
-only the limits hold.
+only the limits hold. Memory is limited for each process, and where a control group can be made (by root, outside of
+most containers), for all processes of a program together.
 """
 
 import contextlib
@@ -30,6 +31,11 @@ _GRACE = 30  # seconds to set up the sandbox on a busy machine
 _LOG = 2000  # characters of stderr that are kept
 _USERS = range(20_000, 60_000)  # programs run as these in turn, by root: the kernel counts processes by user
 _number = itertools.count(secrets.randbelow(len(_USERS)))
+# Where control groups of memory are -> the files of a group that limit its memory, and its swap.
+_CONTROL_GROUPS = {
+    "/sys/fs/cgroup": ("memory.max", "memory.swap.max"),
+    "/sys/fs/cgroup/memory": ("memory.limit_in_bytes", "memory.swappiness"),
+}
 _ALLOWED = contextvars.ContextVar("allowed", default="")  # "sandboxed", "unsafe" or "rehearsal" within `allow`
 
 
@@ -38,7 +44,7 @@ class Limits:
     """What a program may use."""
 
     seconds: float = 10.0  # wall time of the program, and CPU time of each process
-    memory: int = 1 << 30  # bytes of address space of each process
+    memory: int = 1 << 30  # bytes of address space of each process; in a control group, with `disk`, of all together
     processes: int = 8  # and threads, at a time
     disk: int = 64 << 20  # bytes that it may write
 
@@ -72,7 +78,10 @@ def run(program: str, limits: Limits = Limits(), unsafe: bool = False) -> Outcom
         "user": _USERS[next(_number) % len(_USERS)],
         **dataclasses.asdict(limits),
     }
-    with tempfile.TemporaryDirectory(prefix="sandbox-", ignore_cleanup_errors=True) as directory:
+    with (
+        tempfile.TemporaryDirectory(prefix="sandbox-", ignore_cleanup_errors=True) as directory,
+        _control_group(limits.memory + limits.disk) as job["group"],
+    ):
         try:
             process = subprocess.run(
                 [str(python), "-I", "-S", "-B", jail.__file__],
@@ -146,6 +155,36 @@ def pass_at_k(samples: int, right: int, k: int) -> float:
     if not 0 < k <= samples:
         raise ValueError(f"pass@{k} needs at least {k} samples of a problem, not {samples}")
     return 1.0 - math.comb(samples - right, k) / math.comb(samples, k)
+
+
+@contextlib.contextmanager
+def _control_group(memory: int) -> Iterator[str]:
+    """The file by which processes enter a new group that has so many bytes of memory; "" where none can be made."""
+    group = _make_group(memory)
+    try:
+        yield str(group / "cgroup.procs") if group else ""
+    finally:
+        if group:
+            with contextlib.suppress(OSError):  # while a process that was killed is not gone yet
+                group.rmdir()
+
+
+def _make_group(memory: int) -> Path | None:
+    for hierarchy, (limit, swap) in _CONTROL_GROUPS.items():
+        group = Path(hierarchy, f"sandbox-{os.getpid()}-{next(_number)}")
+        if not Path(hierarchy, "cgroup.procs").exists():
+            continue
+        try:
+            group.mkdir()
+        except OSError:
+            continue
+        if (group / limit).exists():
+            (group / limit).write_text(str(memory))
+            if (group / swap).exists():  # some kernels do not count it
+                (group / swap).write_text("0")
+            return group
+        group.rmdir()  # its memory is not controlled
+    return None
 
 
 def _why_not(reason: str, unsafe: bool) -> str:
