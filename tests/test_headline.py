@@ -25,7 +25,7 @@ CONFIGS = load_config("headline")
 
 
 def asked_for(budget: str, systems=(("ar", 1),), start: str = "") -> Experiment:
-    return Experiment(budget, BUDGETS[budget], CONFIGS(budget), "c.py", dict(systems), start, False, "the command")
+    return Experiment(budget, BUDGETS[budget], CONFIGS(budget), "c.py", dict(systems), start, "the command")
 
 
 @pytest.mark.parametrize("budget", BUDGETS)
@@ -35,7 +35,6 @@ def test_every_setting_of_every_dial_can_be_decoded_with(system, budget):
     points = asked.points(system)
     alone = {name for name in decoders_for(system) if not find_decoder(name).settings.auxiliary_models}
     assert {point.decoder for point in points} == alone
-    points += [point for own in asked.ablations(system).values() for point in own]
     for point in points:
         settings = point.settings(size.new_tokens, 16)
         assert settings.new_tokens == size.new_tokens  # no decoder writes more than the others
@@ -237,7 +236,7 @@ def test_an_interrupted_comparison_goes_on_and_comes_out_as_one_that_was_not(tmp
     config.write_text(FEW_STEPS.replace("STEPS", "40"))
 
     def asked(name):
-        flags = ["--systems=ar:2,card:1", "--ablations", "--adapt_from=ar", "--speed_proxy=128x1"]
+        flags = ["--systems=ar:2,card:1", "--adapt_from=ar", "--speed_proxy=128x1"]
         return ["headline", f"--output={tmp_path / name}", f"--config={config}", *flags]
 
     out, _ = run("bench", *asked("straight"))
@@ -263,7 +262,7 @@ def test_an_interrupted_comparison_goes_on_and_comes_out_as_one_that_was_not(tmp
                 key: record.get(key)
                 for key in ("system", "start", "settings", "accuracy", "families", "forwards", "tokens")
             }
-            for record in results["points"] + results["ablations"]
+            for record in results["points"]
         ]
 
     assert outcome("straight") == outcome("killed")

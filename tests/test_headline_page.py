@@ -176,7 +176,7 @@ def test_what_the_page_shows_is_timed_in_interleaved_repeats_once():
     assert len(fastest_points(curves(results_of(some)), ("1",))) == 2
 
 
-def test_the_page_has_the_rates_that_were_tried_and_the_ablations_by_step():
+def test_the_page_has_the_rates_that_were_tried():
     run_of = {"tokens": 10, "seconds": 1.0, "learning_rate": 0.1, "start": "", "commit": "abc"}
     exact = [{"step": i, "tokens": 1_000_000 * i, "eval_bits_per_byte": 0.5 / i} for i in (1, 2)]
     bound = [
@@ -189,8 +189,6 @@ def test_the_page_has_the_rates_that_were_tried_and_the_ablations_by_step():
     measured = {"system": "card", "decoder": "ar", "start": "", "settings": "s=1", "tokens": 32, "forwards": 8}
     measured |= {"prompt_tokens": 16.0, "width": 16, "has_cache": True}
     estimates = tpu_estimates([measured], problems=4)
-    ablation = {"ablation": "infilling", "system": "refusion", "decoder": "refusion", "settings": "infill=exact"}
-    ablation |= {"accuracy": 0.25, "tokens_per_forward": 3.0, "commit": "abc"}
     about = {
         "budget": "small",
         "command": "the command",
@@ -211,11 +209,6 @@ def test_the_page_has_the_rates_that_were_tried_and_the_ablations_by_step():
             comparison._continued(begun[0], continued),
         ],
         sweep=[run_of | {"system": "ar", "learning_rate": 0.1, "losses": [{"eval_loss": 0.5}]}],
-        ablations=[
-            ablation | {"step": 4},
-            ablation | {"step": 8, "accuracy": 0.75},
-            ablation | {"step": 8, "accuracy": 0.745, "tokens_per_forward": 4.0, "settings": "infill=threshold"},
-        ],
         tpu_estimates=estimates,
     )
     assert "### Plots" not in report.report(whole)
@@ -231,10 +224,7 @@ def test_the_page_has_the_rates_that_were_tried_and_the_ablations_by_step():
     assert "* ar has reached the final 0.600 of llada after 1.00 M tokens, or before." in page
     assert "| llada |  | ≤ 0.600 |" in page
     assert "| refusion from ar |  | 0.300 |" in page
-    assert "| refusion | infill=exact | 25.0% (3.00) | 75.0% (3.00) |" in page
     conclusion = " ".join(page.split())
-    assert "no setting is more accurate than infill=exact: 75.0%, 3.00 tokens per forward." in conclusion
-    assert "the most tokens per forward are those of infill=threshold: 74.5%, 4.00 tokens per forward." in conclusion
     assert (
         "1 prompt at a time, each decoder at its fastest setting within 1 percentage point of its own best, the "
         "Pareto front of exact match and tokens per second is refusion from ar (88.0%, 500 tokens/s), card (50.0%, 600 "

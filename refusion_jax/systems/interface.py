@@ -142,17 +142,6 @@ class Claim:
 
 
 @dataclasses.dataclass(frozen=True)
-class Experiments:
-    """Further measurements of a system by `bench headline`, besides the operating points of its decoders."""
-
-    claims: tuple[Claim, ...] = ()
-    # By title: more settings to compare; called with the arguments of `Settings.operating_points`.
-    ablations: Mapping[str, Callable[[int, Mapping[str, Any]], list[dict[str, Any]]]] = dataclasses.field(
-        default_factory=dict
-    )
-
-
-@dataclasses.dataclass(frozen=True)
 class System:
     """A training objective and its decoders, under one name.
 
@@ -167,7 +156,7 @@ class System:
     decodes: tuple[str, ...] = ()  # other systems whose models its decoders serve; PLAIN in one system
     scoring: Scoring | None = None  # None: the likelihood of texts is not known
     releases: tuple[Release, ...] = ()  # models of its authors that `load_model` reads
-    experiments: Experiments = Experiments()
+    claims: tuple[Claim, ...] = ()
     custom_generate: Path | None = None  # directory of a decoder in PyTorch that exports for transformers carry
     is_default: bool = False  # whether it is trained by default; true for one system
 

@@ -20,11 +20,9 @@ chooses on other problems, and writes to DIR:
 Started again with the same flags, it resumes; with more seeds or systems, it adds theirs, and --systems=NAME:1 trains a
 single seed of NAME, and --systems=NAME:1:RATE one at a learning rate that is known, such as from an earlier comparison.
 `tiny` is a smoke test of 10 to 15 minutes on two CPU cores, too small for conclusions; `small`
-takes hours there; `gpu` trains 54 M parameters on a GPU. --ablations adds the comparisons that systems define
-themselves, at every checkpoint, and accuracy over training. --adapt_from=NAME also trains every other system for half
-the steps from what NAME has learnt in the other half, as released models are adapted. --speed_proxy=640x12, the default
-of `small`, also checks the papers' claims about speed at the cost of 59 M parameters, which do not fit in a CPU's
-cache.
+takes hours there; `gpu` trains 54 M parameters on a GPU. --adapt_from=NAME also trains every other system for half the
+steps from what NAME has learnt in the other half, as released models are adapted. --speed_proxy=640x12, the default of
+`small`, also checks the papers' claims about speed at the cost of 59 M parameters, which do not fit in a CPU's cache.
 """
 
 import contextlib
@@ -67,8 +65,6 @@ def define_flags(own: flags.FlagValues) -> None:
     flags.DEFINE_string("config", None, "Config of every run, instead of configs/headline.py:BUDGET", flag_values=own)
     proxy = "Also check claims about speed at the cost of WIDTHxLAYERS weights; by default the budget's, if any"
     flags.DEFINE_string("speed_proxy", None, proxy, flag_values=own)
-    ablations = "Also compare settings as the systems define it, at every checkpoint"
-    flags.DEFINE_bool("ablations", False, ablations, flag_values=own)
 
 
 def main(own: flags.FlagValues) -> None:
@@ -100,7 +96,7 @@ def _experiment(own: flags.FlagValues) -> Experiment:
         raise UserError(f"--config={file}: data.path={config.data.path} has no answers to check; {_PROBLEMS} has")
     flag_values.check_output("output", Path(own.output), directory=True)
     as_written = command.as_written("bench headline", own)
-    asked = Experiment(own.budget, budget, config, file, systems, own.adapt_from, own.ablations, as_written, rates)
+    asked = Experiment(own.budget, budget, config, file, systems, own.adapt_from, as_written, rates)
     asked.check()
     return asked
 

@@ -68,8 +68,6 @@ class Comparison:
         found = Results(results.about(self._asked), sweep, [record for _, record in models])
         for run in track(runs, "measuring", ticks=False):
             found.points += self._at_every_point(run)
-            if self._asked.with_ablations and not run.start:
-                found.ablations += self._ablated(run)
             self._write(found)
 
         # The validation problems alone choose the settings that are timed, and scored on the test problems.
@@ -144,24 +142,6 @@ class Comparison:
                 return _about(run, point) | measured | {"where": results.where()}
 
             found.append(self._stored(f"measure {run.name}: {point}", make))
-        return found
-
-    def _ablated(self, run: TrainingRun) -> list[Scored]:
-        """Scores the checkpoints of a run at the points of its system's ablations."""
-        found, last = [], self._config.steps
-        every, keep = self._config.checkpoint.every, self._config.checkpoint.keep
-        for step in [*range(every, last, every), last][-keep:]:
-            for title, points in self._asked.ablations(run.system).items():
-                for point in points:
-
-                    def make(point: Point = point, step: int = step) -> dict[str, Any]:
-                        subject = self._subject(run, point, f"checkpoints/{step}")
-                        record, *_ = score(self._mixture, self._validation, subject, self._budget)
-                        return _about(run, point) | record
-
-                    record = self._stored(f"ablation {run.name} at step {step}, {title}: {point}", make)
-                    found.append(record | {"ablation": title, "step": step})
-            jax.clear_caches()
         return found
 
     def _tested(self, chosen: dict[Any, tuple[Curve, Measured]], runs: list[TrainingRun]) -> list[Scored]:
@@ -248,8 +228,8 @@ class Comparison:
     def _workdir(self, run: TrainingRun) -> Path:
         return self._directory / "runs" / run.name
 
-    def _subject(self, run: TrainingRun, point: Point, checkpoint: str = "") -> Subject:
-        path = self._workdir(run) / checkpoint
+    def _subject(self, run: TrainingRun, point: Point) -> Subject:
+        path = self._workdir(run)
         return Subject(point, self._load(path), load_tokenizer(path))
 
     @functools.lru_cache(1)  # noqa: B019  there is one comparison in a process

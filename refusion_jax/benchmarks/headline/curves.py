@@ -16,11 +16,6 @@ PROXY = "proxy"  # in place of a batch size: one prompt at a time, at the cost o
 MARGIN = f"{100 * WITHIN:.0f} percentage point"  # the same in words
 
 
-def is_near(accuracy: float, best: float) -> bool:
-    """Whether an accuracy is within WITHIN of the best one, where rounding does not decide."""
-    return accuracy >= best - WITHIN - 1e-9
-
-
 @dataclasses.dataclass(frozen=True)
 class Figure:
     """The values of one figure, one for each seed or repeat."""
@@ -87,9 +82,9 @@ class Curve:
 
     @property
     def near_best(self) -> list[Measured]:
-        """The points within WITHIN of the best accuracy."""
-        best = max(point.accuracy.mean for point in self.points)
-        return [point for point in self.points if is_near(point.accuracy.mean, best)]
+        """The points within WITHIN of the best accuracy, where rounding does not decide."""
+        least = max(point.accuracy.mean for point in self.points) - WITHIN - 1e-9
+        return [point for point in self.points if point.accuracy.mean >= least]
 
     def is_timed(self, batch_size: str) -> bool:
         """Whether points were timed in interleaved repeats."""
@@ -159,7 +154,7 @@ def claimed(found: Sequence[Curve]) -> list[tuple[Claim, Curve, Curve]]:
     pairs = [
         (claim, of[key], of.get((claim.rival, key[1])) or of.get((claim.rival, "")))
         for name, system in systems().items()
-        for claim in system.experiments.claims
+        for claim in system.claims
         for key in sorted(of)
         if key[0] == name
     ]

@@ -115,7 +115,6 @@ class Experiment:
     file: str  # of the config of every run, with its variant
     systems: Mapping[str, int]  # and the number of seeds of each
     start: str  # the system whose weights the others are adapted from as well; none if empty
-    with_ablations: bool
     command: str  # the command line, for the results
     rates: Mapping[str, float] = dataclasses.field(default_factory=dict)  # of some systems, which try no others
 
@@ -195,15 +194,6 @@ class Experiment:
         own = self.budget.new_tokens, self._trained(system)
         decoders = {name: find_decoder(name).settings for name in decoders_for(system)}
         return [Point(name, point) for name, settings in decoders.items() for point in settings.operating_points(*own)]
-
-    def ablations(self, system: str) -> dict[str, list[Point]]:
-        """The ablations that the system defines, by title, and its default decoder at its first point."""
-        own = systems()[system]
-        found = {"over training": self.points(system)[:1]}
-        for title, ablation in own.experiments.ablations.items():
-            changes = ablation(self.budget.new_tokens, self._trained(system))
-            found[title] = [Point(next(iter(own.decoders)), change) for change in changes]
-        return found
 
     def _trained(self, system: str) -> dict[str, Any]:
         section = systems()[system].section.name

@@ -15,12 +15,11 @@ from refusion_jax.benchmarks.headline.curves import (
     Measured,
     claimed,
     curves,
-    is_near,
     under_parallelism,
 )
 from refusion_jax.benchmarks.headline.experiment import BATCH_SIZES
 from refusion_jax.benchmarks.headline.measure import PROXY_PROBLEMS, PROXY_REPEATS, REPEATS
-from refusion_jax.benchmarks.headline.results import Results, Scored, Trained, curve_of, name_of
+from refusion_jax.benchmarks.headline.results import Results, Trained, curve_of, name_of
 from refusion_jax.benchmarks.headline.tpu_estimates import faster_up_to
 from refusion_jax.systems.interface import Claim
 from refusion_jax.systems.registry import systems
@@ -50,7 +49,6 @@ def report(results: Results, plots: Sequence[str] = ()) -> str:
         *_bits(results.runs),
         *_estimates(results),
         *_sweep(results.sweep),
-        *_ablations(results.ablations),
     ]
     return "\n\n".join(parts) + "\n"
 
@@ -146,7 +144,7 @@ def _conclusions(found: list[Curve], results: Results) -> str:
             f"{curve.name}, {size} at a time ({curve.fastest(size).accuracy.mean:.1%}): at least as accurate and "
             f"as fast are {', '.join(better[curve.name])}."
             for curve in found
-            if better[curve.name] and systems()[curve.system].experiments.claims and curve.is_default
+            if better[curve.name] and systems()[curve.system].claims and curve.is_default
         ]
     same = sum(record["same_text"] for record in results.points) / len(results.points)
     lines.append(f"The answers were the same one prompt at a time and {_MANY} at a time in {same:.1%} of all cases.")
@@ -281,11 +279,12 @@ def _bits(runs: Sequence[Trained]) -> list[str]:
         sooner = next(step for step, value in means[best].items() if value <= end)
         if system != best:
             told.append(f"* {best} has reached the final {end:.3f} of {system} after {shown[sooner]}, or before.")
-    return ["### Data efficiency", prose(about), table(["system", *shown.values()], rows), *_list(told)]
-
-
-def _list(lines: list[str]) -> list[str]:
-    return ["\n".join(lines)] if lines else []
+    return [
+        "### Data efficiency",
+        prose(about),
+        table(["system", *shown.values()], rows),
+        *(["\n".join(told)] if told else []),
+    ]
 
 
 def _sweep(trials: Sequence[Trained]) -> list[str]:
@@ -300,51 +299,3 @@ def _sweep(trials: Sequence[Trained]) -> list[str]:
         "the search goes on. Losses of different systems do not compare."
     )
     return ["### Learning rates", prose(why), table(("system", "learning rate", "held-out loss"), rows)]
-
-
-def _ablations(records: Sequence[Scored]) -> list[str]:
-    """The ablations of the systems, by training step; and which setting is best at the last one."""
-    parts = []
-    for title in dict.fromkeys(record["ablation"] for record in records):
-        own = [record for record in records if record["ablation"] == title]
-        steps = sorted({record["step"] for record in own})
-        setups = collections.defaultdict(lambda: collections.defaultdict(list))
-        for r in own:
-            figures = r["accuracy"], r["tokens_per_forward"]
-            setups[r["system"], r["settings"] or "its own"][r["step"]].append(figures)
-        means = {
-            setup: {step: tuple(map(statistics.mean, zip(*figures, strict=True))) for step, figures in by_step.items()}
-            for setup, by_step in setups.items()
-        }
-        rows = [
-            [*setup, *(f"{figures[s][0]:.1%} ({figures[s][1]:.2f})" if s in figures else "" for s in steps)]
-            for setup, figures in means.items()
-        ]
-        told = [_best_of(system, means, steps[-1]) for system in dict.fromkeys(system for system, _ in means)]
-        parts += [
-            f"### Ablation: {title}",
-            "Right, and in brackets tokens per forward.",
-            table(("system", "setting", *(f"step {step}" for step in steps)), rows),
-            *_list([line for line in told if line]),
-        ]
-    return parts
-
-
-def _best_of(system: str, means: dict[tuple[str, str], dict[int, tuple[float, float]]], step: int) -> str:
-    """The most accurate setting of a system at a step, and the widest near it; "" if there is but one."""
-    own = {settings: figures[step] for (name, settings), figures in means.items() if name == system and step in figures}
-    if len(own) < 2:
-        return ""
-    best = max(own, key=lambda settings: own[settings][0])
-    wide = max((s for s in own if is_near(own[s][0], own[best][0])), key=lambda settings: own[settings][1])
-    line = f"* {system} at step {step}: no setting is more accurate than {best}: {_told(own[best])}"
-    if wide == best:
-        line += f", and none within {MARGIN} of it writes more tokens per forward."
-    else:
-        line += f". Within {MARGIN} of it, the most tokens per forward are those of {wide}: {_told(own[wide])}."
-    return prose(line, indent="  ")
-
-
-def _told(figures: tuple[float, float]) -> str:
-    accuracy, tokens = figures
-    return f"{accuracy:.1%}, {tokens:.2f} tokens per forward"

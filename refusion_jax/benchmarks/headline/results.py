@@ -63,8 +63,6 @@ class Scored(TypedDict):
     same_text: NotRequired[float]  # share of answers that are the same at both batch sizes
     load: NotRequired[float]  # the machine's load average, which shows whether other work ran
     where: NotRequired[str]  # the machine
-    ablation: NotRequired[str]  # title of the ablation that it belongs to
-    step: NotRequired[int]  # of the checkpoint
 
 
 class Timed(TypedDict):
@@ -103,14 +101,13 @@ class Results:
     tests: list[Scored] = dataclasses.field(default_factory=list)  # the chosen settings on test problems
     timings: list[Timed] = dataclasses.field(default_factory=list)
     proxy_timings: list[Timed] = dataclasses.field(default_factory=list)
-    ablations: list[Scored] = dataclasses.field(default_factory=list)
     tpu_estimates: list[dict[str, Any]] = dataclasses.field(default_factory=list)
 
     @property
     def commits(self) -> list[str]:
         """Commits of the code that made the figures."""
         kinds = self.sweep, self.runs, self.points, self.tests, self.timings, self.proxy_timings
-        return sorted({record["commit"] for kind in (*kinds, self.ablations) for record in kind})
+        return sorted({record["commit"] for kind in kinds for record in kind})
 
     @property
     def machines(self) -> list[str]:

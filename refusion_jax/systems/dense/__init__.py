@@ -9,8 +9,8 @@ from refusion_jax.systems import ar
 from refusion_jax.systems.dense.drafting import Drafting
 from refusion_jax.systems.dense.objective import DenseSlots
 from refusion_jax.systems.dense.planning import PlanAlone
-from refusion_jax.systems.interface import ConfigSection, Experiments, ScoredText, ScoredTokens, Scoring, System
-from refusion_jax.systems.refusion.experiments import CLAIMS
+from refusion_jax.systems.interface import ConfigSection, ScoredText, ScoredTokens, Scoring, System
+from refusion_jax.systems.refusion import CLAIMS
 from refusion_jax.systems.refusion.objective import slot_scoring
 from refusion_jax.systems.refusion.reference import plan_and_infill
 
@@ -39,6 +39,6 @@ SYSTEM = System(
     references={"dense": ar.reference, "dense_plan": functools.partial(plan_and_infill, plans_alone=True)},
     section=ConfigSection("dense", declared(DenseSlots)),
     scoring=Scoring(scoring_forward),
-    experiments=Experiments(CLAIMS),  # no paper claims them of it: they are goals
+    claims=CLAIMS,  # no paper claims them of it: they are goals
     custom_generate=Path(__file__).parent / "custom_generate",
 )

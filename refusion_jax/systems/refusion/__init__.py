@@ -7,15 +7,18 @@ from pathlib import Path
 from refusion_jax.cli.settings import declared
 from refusion_jax.decoding.requests import Request
 from refusion_jax.model.shape import ModelConfig
-from refusion_jax.systems.interface import ConfigSection, Scoring, System
+from refusion_jax.systems.interface import Claim, ConfigSection, Scoring, System
 from refusion_jax.systems.refusion.authors import ThresholdInfill
 from refusion_jax.systems.refusion.decoder import ExactInfill
-from refusion_jax.systems.refusion.experiments import EXPERIMENTS
 from refusion_jax.systems.refusion.loop import SlotDecoder
 from refusion_jax.systems.refusion.objective import SlotDiffusion, slot_scoring
 from refusion_jax.systems.refusion.reference import one_by_one, plan_and_infill
 from refusion_jax.systems.refusion.sequential import Sequential
 from refusion_jax.systems.refusion.settings import EXACT, THRESHOLD
+
+# arXiv 2512.13586, abstract: 34 % better and 18 times as fast as earlier masked diffusion models, and 2.33 times as
+# fast as strong autoregressive models, with about their quality.
+CLAIMS = (Claim("llada", accuracy=1.34, speed=18.0), Claim("ar", accuracy=0.98, speed=2.33))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,7 +38,7 @@ SYSTEM = System(
     references={"refusion": plan_and_infill, "sequential": one_by_one},
     section=ConfigSection("slots", declared(SlotDiffusion)),
     scoring=Scoring(slot_scoring),
-    experiments=EXPERIMENTS,
+    claims=CLAIMS,
     custom_generate=Path(__file__).parent / "custom_generate",
     is_default=True,
 )
