@@ -192,11 +192,11 @@ def test_bad_input_is_one_line_and_changes_nothing(case, files, trained_run):
 
 def test_help_of_the_benchmarks_names_them():
     out, _ = run("bench", "--help")
-    assert " authors, calibration, corpus, decode, " in out
+    assert " authors, calibration, decode, " in out
     assert run("bench", "-h") == (out, "")
     assert run("bench", "decode", "-h") == run("bench", "decode", "--help")
     _, err = run("bench", code=2)
-    assert err.startswith("error: bench '': unknown; known: authors, calibration, corpus, decode, ")
+    assert err.startswith("error: bench '': unknown; known: authors, calibration, decode, ")
     assert len(err.splitlines()) == 1
 
 
