@@ -176,11 +176,7 @@ def main() -> None:
 
 
 def talk(chat: Chat, is_terminal: bool) -> None:
-    """Reads turns until there are no more.
-
-    Raises:
-      UserError: where one cannot be answered; at a terminal that is said, and the chat goes on.
-    """
+    """Reads turns until there are no more; UserError where one cannot be answered, which a terminal is only told."""
     if not is_terminal:
         for line in filter(str.strip, sys.stdin):
             chat.say(line.rstrip("\r\n"))

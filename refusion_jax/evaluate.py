@@ -141,11 +141,7 @@ def measure(checkpoint: epath.Path, data: str) -> dict:
 
 
 def check_scoring_alone() -> None:
-    """Refuses flags of tasks and of decoding that scoring a text has no use for.
-
-    Raises:
-      UserError: naming the first.
-    """
+    """Raises UserError where flags of tasks or of decoding are given, which scoring a text has no use for."""
     useless = [flag.name for flag in _OF_TASKS if flag.present]
     useless += [f"decode.{name}" for name in command.given(_SETTINGS) if name not in _OF_SCORING]
     if useless:

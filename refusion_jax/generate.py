@@ -127,11 +127,7 @@ def describe_call(ids: Sequence[object], requests: Sequence[Request]) -> dict[st
 
 
 def check_place(checkpoint: epath.Path, flag: str, output: epath.Path | None, beginning: bytes) -> None:
-    """Refuses a file where nothing can be written, or over the prompts or a file of the model.
-
-    Raises:
-      UserError: naming the flag.
-    """
+    """Raises UserError, naming the flag, where a file cannot be written, or is the prompts or a file of the model."""
     if not output:
         return
     flag_values.check_output(flag, output)
@@ -146,11 +142,7 @@ def check_place(checkpoint: epath.Path, flag: str, output: epath.Path | None, be
 
 
 def check_watch(watch: epath.Path | None, output: epath.Path | None) -> None:
-    """Refuses a page in the place of the answers, or of a file that is no such page.
-
-    Raises:
-      UserError: naming the flag.
-    """
+    """Raises UserError where a page would take the place of the answers, or of a file that is no such page."""
     if watch and output and os.path.realpath(watch) in map(os.path.realpath, (output, f"{output}.partial")):
         raise UserError(f"--watch={watch}: is the --output, too, or its OUTPUT.partial; name another place")
     if watch:
@@ -170,11 +162,7 @@ class Asked:
 
     @classmethod
     def read(cls, checkpoint: epath.Path, settings: Settings) -> "Asked":
-        """The prompts of --prompt or --input, for a model.
-
-        Raises:
-          UserError: where they are no prompts, or the decoder cannot serve them.
-        """
+        """The prompts of --prompt or --input, for a model; UserError where the decoder cannot serve them."""
         tokenizer = find_tokenizer(checkpoint)
         if _INPUT.value is None:
             prompts = [(0, Request(encode_prompt(_PROMPT.value, tokenizer, "--prompt"), name="--prompt"))]
@@ -195,8 +183,7 @@ class Asked:
 def other(compare: str, checkpoint: epath.Path, given: dict[str, object]) -> Asked:
     """What is compared: another decoder of the model, or another model; with the settings that its decoder knows.
 
-    Raises:
-      UserError: where it is neither, or cannot be asked the same.
+    Raises UserError where it is neither, or cannot be asked the same.
     """
     method = compare if compare in decoders() else None
     checkpoint = checkpoint if method else epath.Path(compare)
@@ -209,8 +196,7 @@ def other(compare: str, checkpoint: epath.Path, given: dict[str, object]) -> Ask
 def parts_of(output: Path | None, text: str) -> tuple[int, list[Path]]:
     """(number from 0 of a part I/N, journals of all N parts).
 
-    Raises:
-      UserError: where this is no part, or the output no file on a disk, by way of which the parts come together.
+    Raises UserError where this is no part, or the output no file on a disk, by way of which the parts come together.
     """
     found = re.fullmatch(r"([1-9]\d{0,3})/([1-9]\d{0,3})", text)
     part, count = map(int, found.groups()) if found else (1, 0)

@@ -118,11 +118,7 @@ def main() -> None:
 
 
 def plan_split() -> None:
-    """Prints where to cut the model of a config between a device and a server; compiles nothing.
-
-    Raises:
-      UserError: naming the flag at fault.
-    """
+    """Prints where to cut the model of a config between a device and a server; compiles nothing."""
     if _CONFIG.value is None:
         raise UserError("--config=configs/NAME.py: needed with --what=split")
     config = _CONFIG.value
@@ -134,22 +130,14 @@ def plan_split() -> None:
 
 
 def check_use(kind: str) -> None:
-    """Refuses flags that a kind of plan has no use for: its verdict would not be about what they ask for.
-
-    Raises:
-      UserError: naming the first.
-    """
+    """Raises UserError where this kind of plan has no use for a flag: its verdict would not be about that."""
     given = {name for name in set().union(*_USES.values()) if flags.FLAGS[name].value != flags.FLAGS[name].default}
     for name in sorted(given - _USES[kind]):
         raise UserError(f"--{name}: is of no use with {'--hlo' if kind == 'hlo' else f'--what={kind}'}")
 
 
 def show_verdict(record: dict, find_fix: Callable[[], str]) -> None:
-    """Prints one plan.
-
-    Raises:
-      UserError: where it does not fit, with the flags that make it fit.
-    """
+    """Prints one plan; UserError, with the flags that make it fit, where it does not fit."""
     show(record)
     if not record["fits"]:
         try:

@@ -53,12 +53,7 @@ def report(
 ) -> tuple[dict, Settings, Decoded]:
     """Decodes the problems by each decoder; the report, and the first decoder's settings and answers.
 
-    Args:
-      workdir: of the training run.
-      train_seconds: that it took.
-      problems: to decode.
-      given: decode settings that differ from their defaults.
-      started: Unix seconds from which seconds_total counts.
+    `given` are decode settings that differ from their defaults; seconds_total counts from `started`, in Unix seconds.
     """
     tokenizer, names = load_tokenizer(workdir), decoders_for(read_config(workdir).objective)
     settings = {name: DecodeSettings(name, max_new_tokens=MAX_NEW_TOKENS, **given) for name in names}

@@ -82,16 +82,10 @@ def _ask(connection: http.client.HTTPConnection, body: dict[str, Any]) -> Seen:
 
 
 def arrivals(count: int, rate: float, room: int, most: int) -> tuple[list[float], list[dict[str, Any]]]:
-    """(seconds at which requests arrive, their prompts and lengths), always the same.
+    """(seconds at which `count` requests arrive, `rate` a second; their prompts and lengths), always the same.
 
     Arrivals are a Poisson process. Prompts and answers have log-normal lengths with the medians and tails of ShareGPT's
-    conversations, about 60 and 150 tokens, cut to what is served.
-
-    Args:
-      count: requests.
-      rate: a second.
-      room: tokens of a prompt and its answer, at most.
-      most: tokens of an answer, at most.
+    conversations, about 60 and 150 tokens, cut to `most` of an answer and `room` for both.
     """
     draw = np.random.default_rng(0)
     times = np.cumsum(draw.exponential(1 / rate, count))

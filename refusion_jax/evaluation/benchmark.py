@@ -48,8 +48,7 @@ class Plan:
 def load_tasks(plan: Plan) -> list[Task | Group]:
     """The tasks with their data, each once: in its group, where that is asked for, or by itself.
 
-    Raises:
-      UserError: where a task is unknown, its data cannot be loaded, or a flag it needs is missing.
+    Raises UserError where a task is unknown, its data cannot be loaded, or a flag it needs is missing.
     """
     for library in ("datasets", "huggingface_hub"):  # say line after line what they then raise
         logging.getLogger(library).setLevel(logging.CRITICAL)
@@ -178,15 +177,10 @@ class _Rehearsal(LM):
 
 
 def check_requests(lm: EvaluatedModel, plan: Plan, tasks: Sequence[Task | Group]) -> str:
-    """Has lm_eval ask and score empty answers, so that what can fail fails before anything is decoded.
+    """Has lm_eval ask and score empty answers, so that what can fail fails before anything is decoded: a digest of all.
 
-    Only the shapes of the weights are needed.
-
-    Returns:
-      A digest of all requests.
-
-    Raises:
-      UserError: where the model cannot serve a request, or the kernel does not support the sandbox.
+    Only the shapes of the weights are needed. Raises UserError where the model cannot serve a request, or the kernel
+    does not support the sandbox.
     """
     _learn_settings(lm, tasks)
     rehearsal = _Rehearsal(lm)
@@ -237,8 +231,7 @@ def _executing(
 def run_tasks(lm: EvaluatedModel, plan: Plan, tasks: Sequence[Task | Group]) -> dict[str, Any]:
     """The results of lm_eval, with `samples`, and with the cost of decoding as `decoding`.
 
-    Raises:
-      UserError: where the model cannot serve a request.
+    Raises UserError where the model cannot serve a request.
     """
     _learn_settings(lm, tasks)
     lm.asked.clear()

@@ -27,8 +27,7 @@ _SHORTEST_PROMPT = 16  # tokens of a truncated prompt, at least
 def settings_for(values: dict[str, Any], method: str, room: int, model: ModelConfig) -> Settings:
     """Decode settings for a model, with max_new_tokens rounded up to what the decoder supports.
 
-    Raises:
-      UserError: where a setting is unknown or impossible, or answers do not fit into `room` tokens.
+    Raises UserError where a setting is unknown or impossible, or answers do not fit into `room` tokens.
     """
     plain = DecodeSettings(method, **values | {"max_new_tokens": 0}).for_model(model)
     new_tokens = -(-values["max_new_tokens"] // plain.multiple) * plain.multiple
@@ -57,11 +56,7 @@ def by_program(requests: Sequence[Request], model: ModelConfig) -> Iterator[tupl
 
 
 def check_fits(model: Transformer, requests: Sequence[Request]) -> None:
-    """Refuses requests whose batch does not fit into memory; the weights of the model may be abstract.
-
-    Raises:
-      UserError: naming a batch size that fits.
-    """
+    """Raises UserError, naming a size that fits, where a batch does not; the weights of the model may be abstract."""
     for _, some in by_program(requests, model.config):
         mesh, decoder, own = mesh_of(model), decoder_for(some, model.config), some[0].settings
         rows = batch_rows(len(some), own.batch_size, mesh)
@@ -75,18 +70,12 @@ def generate(
     watch: Callable[[int, Answer], bool] | None,
     record: Callable[[int, Trajectory], object] | None = None,
 ) -> Iterator[tuple[int, Answer, float]]:
-    """Decodes requests, each with its own settings, and yields answers as they finish.
+    """Decodes requests, each with its own settings; an answer depends on its own request only.
 
-    An answer depends on its own request only.
-
-    Args:
-      model: from `load_model`.
-      requests: with settings.
-      watch: (index of the request, its answer so far) -> whether to stop, as for `queue.stream`; None: never.
-      record: told (index of the request, trajectory), as for `queue.stream`.
+    `watch` and `record` are those of `queue.stream`, with the index of the request.
 
     Yields:
-      (index of the request, its answer, seconds since the last answer without compilation).
+      (index of the request, its answer, seconds since the last answer without compilation), as answers finish.
     """
     for numbers, some in by_program(requests, model.config):
         began, compiled = time.monotonic(), _compiling.seconds

@@ -186,9 +186,8 @@ class EvaluatedModel(TemplateLM):
     def check(self, requests: list[Instance]) -> None:
         """Checks requests before anything is decoded.
 
-        Raises:
-          UserError: where answers do not fit into the model's context, or the batch not into memory, or where texts are
-            to be scored and the system defines no likelihood.
+        Raises UserError where answers do not fit into the model's context, or the batch not into memory, or where texts
+        are to be scored and the system defines no likelihood.
         """
         system = system_of(self._method)
         scored = [request for request in requests if request.request_type != "generate_until"]

@@ -116,12 +116,8 @@ def evaluate_model(
 ) -> dict[str, float | None]:
     """The held-out loss of a trained model, as logged in training; None for groups without documents.
 
-    The loss does not depend on the batch size, which is one for the devices here, not that of the run.
-
-    Args:
-      config: of its run, with the row_length and eval.rows of the sets.
-      model: from `load_model`, on one device or a mesh.
-      sets: to evaluate on.
+    The loss does not depend on the batch size, which is one for the devices here, not that of the run. The config is
+    that of its run, with the row_length and eval.rows of the sets.
     """
     mesh, (graphdef, params) = mesh_of(model), nnx.split(model)
     config = config.copy_and_resolve_references()
@@ -135,11 +131,7 @@ def evaluate_model(
 
 
 def find_held_out(config: ml_collections.ConfigDict, tokenizer: Tokenizer) -> list[RowSource]:
-    """The held-out sets of a run: eval.path, or those that were prepared with its data; may be empty.
-
-    Raises:
-      UserError: where eval.path cannot be used.
-    """
+    """The held-out sets of a run, if any: eval.path (or UserError), else those that were prepared with its data."""
     if config.eval.path:
         paths = prepared_paths(config.eval.path, "eval.path") or [config.eval.path]
         return [read_rows(config, path, tokenizer, "eval.path") for path in paths]
@@ -178,8 +170,7 @@ def make_held_out(
 def pick(config: ml_collections.ConfigDict, sets: list[RowSource]) -> list[tuple[RowSource, int]]:
     """(set, index) of eval.rows rows, equally many from each set and evenly spaced in it.
 
-    Raises:
-      UserError: where there are none, or hosts have different ones.
+    Raises UserError where there are none, or hosts have different ones.
     """
     check_same("what --config.eval.path holds", *(rows.fingerprint() for rows in sets))
     most = config.eval.rows or max(map(len, sets))

@@ -38,12 +38,7 @@ class Hosts:
         return range(jax.process_index() % self._count, count, self._count)
 
     def exchange(self, own: Sequence[Any], count: int) -> list[Any]:
-        """The answers to all requests; called by every host with the answers of its own share.
-
-        Args:
-          own: answers to this host's share, which can be written as JSON.
-          count: of the requests of all hosts.
-        """
+        """The answers to all `count` requests; every host calls this with those of its share, which JSON can hold."""
         if self._count == 1:
             return list(own)
         everything: list = [None] * count

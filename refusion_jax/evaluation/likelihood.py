@@ -193,12 +193,9 @@ def spread(count: int, of: int) -> list[int]:
 def documents(
     rows: Iterable[Mapping[str, np.ndarray]], needs_prompt: bool
 ) -> tuple[list[np.ndarray], list[np.ndarray]]:
-    """(prompts, responses) of all documents in packed rows, as token ids.
+    """(prompts, responses) of all documents in packed rows of tokens, segment_ids and is_response [T] each.
 
-    Args:
-      rows: tokens, segment_ids and is_response [T] each.
-      needs_prompt: whether the model cannot predict the first token of a text; a document without a prompt then has
-        its first token as the prompt.
+    Where the model cannot predict the first token of a text, a document without a prompt has that for its prompt.
     """
     prompts, responses = [], []
     for row in rows:
@@ -248,12 +245,7 @@ def token_scores(
 ) -> list[list[TokenScore]]:
     """The terms of `log_likelihood` with slots in text order: for each text one for each token of its continuation.
 
-    Args:
-      model, prompts, continuations, slot_size: of `log_likelihood`.
-      method: of `likelihoods`.
-
-    Raises:
-      UserError: as `log_likelihood`, and where the likelihood of a token is not known.
+    Raises UserError as that, and where the likelihood of a token is not known.
     """
     system = system_of(method)
     if system.scoring is None or system.scoring.is_bound:

@@ -120,8 +120,7 @@ def run_all(programs: Sequence[str], limits: Limits = Limits(), unsafe: bool = F
 def allow(unsafe: bool = False, rehearsal: bool = False) -> Iterator[None]:
     """A context in which tasks may run generated code; in a rehearsal programs are not run, and fail.
 
-    Raises:
-      UserError: on entry, where the kernel does not support the sandbox.
+    Raises UserError on entry, where the kernel does not support the sandbox.
     """
     run("pass", unsafe=unsafe)
     token = _ALLOWED.set("rehearsal" if rehearsal else "unsafe" if unsafe else "sandboxed")
@@ -132,11 +131,7 @@ def allow(unsafe: bool = False, rehearsal: bool = False) -> Iterator[None]:
 
 
 def run_allowed(programs: Sequence[str]) -> list[Outcome]:
-    """`run_all` within `allow`.
-
-    Raises:
-      UserError: outside of `allow`.
-    """
+    """`run_all` within `allow`; UserError outside of it."""
     if not (how := _ALLOWED.get()):
         raise UserError("generated code is run only with --allow_code_execution")
     if how == "rehearsal":
@@ -147,10 +142,7 @@ def run_allowed(programs: Sequence[str]) -> list[Outcome]:
 def pass_at_k(samples: int, right: int, k: int) -> float:
     """Unbiased estimate of the probability that one of k samples passes (Chen et al., arXiv 2107.03374).
 
-    Args:
-      samples: drawn for a problem, at least k.
-      right: how many of them pass.
-      k: number of attempts.
+    Of the samples that were drawn for a problem, at least k, `right` pass.
     """
     if not 0 < k <= samples:
         raise ValueError(f"pass@{k} needs at least {k} samples of a problem, not {samples}")

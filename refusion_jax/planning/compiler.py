@@ -55,11 +55,7 @@ class Compiled:
 
 
 def libtpu_version() -> str:
-    """Version of the compiler.
-
-    Raises:
-      UserError: where it is not installed.
-    """
+    """Version of the compiler; UserError where it is not installed."""
     try:
         return importlib.metadata.version("libtpu")
     except importlib.metadata.PackageNotFoundError as error:
@@ -69,8 +65,7 @@ def libtpu_version() -> str:
 def tpu_devices(topology: str, slices: int) -> list[jax.Device]:
     """The devices of a topology, without the hardware. Call `prepare_environment` before JAX is used.
 
-    Raises:
-      UserError: where there is no such topology.
+    Raises UserError where there is no such topology.
     """
     chip, shape = find_chip(topology), topology.split(":")[1]
     # Sides of 0 chips and a billion slices crash libtpu.
@@ -109,11 +104,10 @@ def prepare_environment() -> None:
 def compile_program(
     lower: Callable[..., jax.stages.Lowered], arguments: tuple, memory_only: bool, until: float = math.inf
 ) -> Compiled:
-    """Compiles in a child process.
+    """Compiles in a child process, which calls a module-level function with arguments that can be sent to it.
 
     Args:
-      lower: a module-level function, which the child calls with the arguments.
-      arguments: can be sent to another process.
+      lower, arguments: the function and its arguments.
       memory_only: stop as soon as the memory is known.
       until: when to give up, by the monotonic clock.
 
@@ -182,10 +176,8 @@ def _child(lower: Callable[..., jax.stages.Lowered], arguments: tuple, directory
 def assigned_bytes(text: str) -> dict[str, float]:
     """Sums the buffer assignment: bytes of arguments, results and temporaries in HBM, and of host memory.
 
-    The text numbers memory spaces by colours: HBM is 0, which is not printed, and the host is 5.
-
-    Raises:
-      ValueError: where the text lists no allocation.
+    The text numbers memory spaces by colours: HBM is 0, which is not printed, and the host is 5. Raises ValueError
+    where it lists no allocation.
     """
     sums = {"arguments": 0.0, "results": 0.0, "temporaries": 0.0, "host": 0.0}
     allocations = re.findall(r"^allocation \d+: size (\d+),(.*)$", text, re.MULTILINE)

@@ -97,11 +97,9 @@ def add(parts: list[Costs]) -> Costs:
 
 
 def count(module: Module, chips_per_slice: int) -> Costs:
-    """Counts a program.
+    """Counts the optimized program of one chip.
 
-    Args:
-      module: the optimized program of one chip.
-      chips_per_slice: chips are numbered slice by slice; traffic between slices goes over the data-center network.
+    Chips are numbered slice by slice; traffic between slices goes over the data-center network.
     """
     return _Counter(module, chips_per_slice).of(module.entry)
 

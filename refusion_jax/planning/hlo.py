@@ -71,11 +71,7 @@ class Computation:
 
     @property
     def root(self) -> Instruction:
-        """The instruction whose result it returns.
-
-        Raises:
-          ValueError: where there is none.
-        """
+        """The instruction whose result it returns; ValueError where there is none."""
         root = next((i for i in self.instructions.values() if i.is_root), None)
         if root is None:
             raise ValueError(f"the computation {self.name!r} has no ROOT")
@@ -99,11 +95,7 @@ class Module:
 
 
 def parse(text: str) -> Module:
-    """Parses a program as XLA prints it.
-
-    Raises:
-      ValueError: where the text holds no program.
-    """
+    """Parses a program as XLA prints it; ValueError where the text holds none."""
     computations, entry, name, found = {}, None, None, {}
     text = re.sub(r"(kernel_metadata=\{)\n(.*)\n\}", r"\1\2}", text)  # the only attribute with line breaks
     for line in text.splitlines():

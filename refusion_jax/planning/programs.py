@@ -26,11 +26,7 @@ from refusion_jax.training.program import train_program
 
 
 def lower_train(config: str, topology: str, slices: int) -> jax.stages.Lowered:
-    """The training step as `train` runs it with this config.
-
-    Raises:
-      UserError: where the config cannot run there.
-    """
+    """The training step as `train` runs it with this config; UserError where it cannot run there."""
     c = ml_collections.ConfigDict(json.loads(config))
     check(c)
     mesh = sharding.make_mesh(c.mesh, tpu_devices(topology, slices))
@@ -43,10 +39,8 @@ def lower_train(config: str, topology: str, slices: int) -> jax.stages.Lowered:
 def lower_decode(config: str, topology: str, slices: int, settings: Settings) -> jax.stages.Lowered:
     """The decoding of a batch with the model of a config, with prompts that fill the cache up to the new tokens.
 
-    Weights have the dtype of computation and are sharded as in training; rows are split over the batch axes.
-
-    Raises:
-      UserError: where the config cannot run there.
+    Weights have the dtype of computation and are sharded as in training; rows are split over the batch axes. Raises
+    UserError where the config cannot run there.
     """
     c = ml_collections.ConfigDict(json.loads(config))
     check(c)

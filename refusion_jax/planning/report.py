@@ -107,12 +107,10 @@ def plan_decode(
     memory_only: bool,
     until: float = math.inf,
 ) -> dict:
-    """Compiles decoding. Costs are of the prefill and one forward, as the number of forwards depends on the data, and
-    of this forward alone; both for a full cache.
+    """Compiles decoding; raises as `plan_train`.
 
-    Raises:
-      UserError: where the config cannot run on the topology.
-      TimeoutError: where the compiler has not got so far by `until`, of the monotonic clock.
+    Costs are of the prefill and one forward, as the number of forwards depends on the data, and of this forward alone;
+    both for a full cache.
     """
     arguments = (config.to_json(), topology, slices, settings)
     compiled = compile_program(programs.lower_decode, arguments, memory_only, until)

@@ -36,8 +36,7 @@ def search(
 ) -> list[dict]:
     """Plans every candidate at the batch size of the config; `tell` gets each record as soon as it is known.
 
-    Returns:
-      Records of the candidates that fit, fastest first; each has "flags", which select it.
+    Returns those that fit, fastest first; each has "flags", which select it.
     """
     found = []
     for mesh in _meshes(config, chips):
@@ -59,8 +58,7 @@ def search(
 def fix_for(config: ml_collections.ConfigDict, topology: str, slices: int, chips: int) -> str:
     """The smallest change of how a step runs that makes it fit, as flags; "" where none of those tried does.
 
-    Raises:
-      TimeoutError: where none was found in FIX_SECONDS.
+    Raises TimeoutError where none was found in FIX_SECONDS.
     """
     until = time.monotonic() + FIX_SECONDS
 
@@ -93,8 +91,7 @@ def fix_for(config: ml_collections.ConfigDict, topology: str, slices: int, chips
 def fix_for_decode(config: ml_collections.ConfigDict, topology: str, slices: int, settings: Settings) -> str:
     """The largest batch, halved as often as needed, that fits and can be split; "" where there is none.
 
-    Raises:
-      TimeoutError: where none was found in FIX_SECONDS.
+    Raises TimeoutError as `fix_for`.
     """
     until = time.monotonic() + FIX_SECONDS
 

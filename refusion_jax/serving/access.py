@@ -34,14 +34,10 @@ class Access:
 
 
 def allowed_hosts(address: str, given: Sequence[str]) -> list[str]:
-    """The names by which a server may be called.
+    """The names by which a server that listens on an address may be called, `given` ones among them.
 
     On the loopback it is called by that alone: the page of a stranger whose name resolves to 127.0.0.1 (DNS rebinding)
     is refused. Elsewhere by any name.
-
-    Args:
-      address: that it listens on.
-      given: further names.
     """
     is_local = ipaddress.ip_address(address).is_loopback
     return [*given, "localhost", "127.0.0.1", "[::1]", address] if is_local or given else []
@@ -64,11 +60,7 @@ class KeyCheck:
         self._keys, self._bearer = [key.encode() for key in keys], HTTPBearer(auto_error=False)
 
     async def __call__(self, request: Request) -> None:
-        """Checks the Authorization header.
-
-        Raises:
-          HTTPException: of status 401.
-        """
+        """Checks the Authorization header: HTTPException of status 401 where it has no valid key."""
         if request.url.path in _OPEN:
             return
         found = await self._bearer(request)

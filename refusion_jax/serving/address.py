@@ -12,8 +12,7 @@ _DESCRIPTORS = 1 << 16  # of which three quarters are for clients
 def listen(host: str, port: int) -> socket.socket:
     """A socket that has the address to itself, before a model is loaded for it; clients wait until that is done.
 
-    Raises:
-      UserError: naming the flag, where there is no such address or it is taken.
+    Raises UserError, naming the flag, where there is no such address or it is taken.
     """
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(

@@ -118,11 +118,7 @@ class Engine:
         return not (self._is_closed or self.failure) and self.load["waiting"] < MOST_WAITING
 
     def check(self, request: Request) -> Request:
-        """The request with its settings completed; the device is not asked.
-
-        Raises:
-          UserError: where it is not valid, or needs more than what was compiled.
-        """
+        """The request with its settings completed; UserError where it is invalid, or needs more than was compiled."""
         most = self._largest[1].settings.new_tokens
         asked = sum(length for _, length in request.gaps)
         if asked > most:
@@ -136,11 +132,7 @@ class Engine:
         return request
 
     def check_prompt(self, tokens: Sequence[int], name: str, more: int) -> None:
-        """Refuses a prompt that the model cannot read with so many tokens after it.
-
-        Raises:
-          UserError: naming it.
-        """
+        """Raises UserError where the model cannot read a prompt, of that name, with so many tokens after it."""
         check_tokens(name, tokens, self._config.num_tokens)
         if len(tokens) + more > (most := self.settings.cache_length):
             raise UserError(f"{name}: has {len(tokens)} tokens, of at most {most - more} before {more} more")
@@ -149,12 +141,7 @@ class Engine:
         """The engine of requests with grammars, made and compiled for the first of them.
 
         It has a quarter of the rows, and caches of its own, so that other answers neither change nor wait for grammars.
-
-        Args:
-          grammar: of the request.
-
-        Raises:
-          UserError: where the decoder cannot follow grammars, or this does not fit into memory.
+        Raises UserError where the decoder cannot follow grammars, or this does not fit into memory.
         """
         with self._making:
             if self._second is None or self._second.failure:
@@ -166,11 +153,7 @@ class Engine:
         return self._second
 
     def submit(self, jobs: Sequence[Job]) -> None:
-        """Queues the jobs of one caller, all or none.
-
-        Raises:
-          BusyError: where too many are waiting.
-        """
+        """Queues the jobs of one caller, all or none: BusyError where too many are waiting."""
         with self._changed:
             if self._is_closed or self.failure:
                 raise BusyError("the server is about to end")
@@ -189,8 +172,7 @@ class Engine:
     def start(self, failed: Callable[[], None]) -> None:
         """Starts the thread, and compiles by decoding an answer.
 
-        Args:
-          failed: called once, from the thread, if it cannot go on, now or later; `failure` says why.
+        `failed` is called once, from the thread, if it cannot go on, now or later; `failure` says why.
         """
         self._failed, done = failed, threading.Event()
 
@@ -227,13 +209,10 @@ class Engine:
             self._failed()
 
     def _begin_anew(self, error: Exception) -> None:
-        """Replaces the batch by an empty one, as an array that was donated is gone.
+        """Replaces the batch by an empty one, as an array that was donated is gone; raises where that fails, too.
 
         The requests that were being admitted fail, or else all in the batch; the others are decoded again, to the same
         answers. So each failure fails at least one, and none is repeated for ever.
-
-        Raises:
-          Exception: where that one cannot decode either.
         """
         if not self._is_started:
             raise error

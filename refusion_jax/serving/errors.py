@@ -21,12 +21,7 @@ def largest_body(cache_length: int) -> int:
 
 
 def handle_errors(app: FastAPI, cache_length: int) -> None:
-    """Has the application answer every error with its status and the field at fault.
-
-    Args:
-      app: the application.
-      cache_length: tokens of the context, by which the body of a request is limited.
-    """
+    """Has the application answer every error with its status and the field at fault; the context limits bodies."""
     app.add_middleware(LimitBody, most=largest_body(cache_length))
 
     @app.exception_handler(InvalidError)

@@ -51,13 +51,9 @@ class Metrics:
             self._between.observe(seconds / tokens)
 
     def finished(self, reason: str, tokens: int, forwards: int, seconds: float) -> None:
-        """Counts an answer.
+        """Counts an answer that has ended by a reason, "stop" or "length", so many seconds after it was asked for.
 
-        Args:
-          reason: "stop" | "length".
-          tokens: of the answer.
-          forwards: of the decoding loop; 0 where nothing was decoded.
-          seconds: since the request was accepted.
+        The forwards are those of the decoding loop, 0 where nothing was decoded.
         """
         self._success.labels(model_name=self._model, finished_reason=reason).inc()
         self._generated.inc(tokens)

@@ -92,9 +92,7 @@ class Reply:
     ) -> dict[str, Any]:
         """All choices in one response; a client that goes away frees its rows.
 
-        Args:
-          request: whose client is waiting.
-          fields: (number of the choice, whole answer, its `logprobs`) -> the fields of the choice that hold them.
+        `fields` makes those of a choice from (its number, the whole answer, its `logprobs`).
         """
         said: list[list[Delta]] = [[] for _ in self._choices]
         ends: list[dict[str, Any]] = [{} for _ in self._choices]
@@ -132,9 +130,7 @@ class Reply:
     ) -> StreamingResponse:
         """The choices as server-sent events, each with the text that has become certain.
 
-        Args:
-          fields: (delta, its `logprobs`) -> the fields of a choice that hold it.
-          begins_with_role: whether each choice begins with an event that says who speaks, as chats do.
+        `fields` makes those of a choice from (a delta, its `logprobs`). Of a chat the first event says who speaks.
         """
         self._submit(is_watched=True)
         return StreamingResponse(self._events(fields, begins_with_role), media_type="text/event-stream")

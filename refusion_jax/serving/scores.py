@@ -24,11 +24,7 @@ class Scorer:
         self._turn = anyio.CapacityLimiter(1)
 
     def is_asked(self, body: Completion | Chat) -> bool:
-        """Whether a client wants scores.
-
-        Raises:
-          UserError: where it does, and the likelihood of a token is not known.
-        """
+        """Whether a client wants scores: UserError where it does, and the likelihood of a token is not known."""
         if body.logprobs is None or body.logprobs is False:
             return False
         token_scores(self._model, [], [], **self._how)

@@ -34,14 +34,9 @@ class Service:
     """A model, its tokenizer and its engine."""
 
     def __init__(self, name: str, model: Transformer, tokenizer: Tokenizer, engine: Engine, seed: int | None = None):
-        """Serves a model.
+        """Serves a model, which also scores texts, by an engine that need not be started yet.
 
-        Args:
-          name: of the model, to clients.
-          model: that the engine decodes; it also scores texts.
-          tokenizer: of the model.
-          engine: not necessarily started.
-          seed: of requests that give none; None: each draws its own.
+        Clients know it by `name`. `seed` is that of requests that give none; None: each draws its own.
         """
         self.name, self.engine, self.tokenizer, self._seed = name, engine, tokenizer, seed
         self.metrics = Metrics(name, engine)
@@ -56,11 +51,7 @@ class Service:
         self.changeable = {name: settings[name].schema(getattr(engine.settings, name)) for name in sorted(own)}
 
     def completion(self, body: Completion) -> list[Choice]:
-        """The answers to a completion, n for each prompt.
-
-        Raises:
-          UserError: where a field cannot be served.
-        """
+        """The answers to a completion, n for each prompt; UserError where a field cannot be served."""
         self._check_length(len(body.suffix or ""), "suffix")
         suffix = () if body.suffix is None else (self.encode(body.suffix, "suffix"),)
         choices, noises = [], collections.defaultdict(lambda: range(body.n))
@@ -86,24 +77,17 @@ class Service:
         return secrets.randbelow(2**32) if given is None else given
 
     def _begun(self, ids: list[int], after: int = 0) -> list[int]:
-        """The tokens with the one that began every text in training before them, where there is one.
+        """The tokens after the one that began every text in training, if there is one; with it they stay as they are.
 
-        A text that fills the context has no room for it, as in training: there, too, long texts go on in another row.
-
-        Args:
-          ids: of a text; one that has begun stays as it is.
-          after: tokens that are to follow.
+        A text that fills the context, with so many tokens after it, has no room for it, as in training: there, too,
+        long texts go on in another row.
         """
         begin = self.tokenizer.bos_id
         has_room = len(ids) + after < self._settings.cache_length
         return [begin, *ids] if begin >= 0 and ids[:1] != [begin] and has_room else ids
 
     def chat(self, body: Chat) -> list[Choice]:
-        """The answers to a conversation: n of them.
-
-        Raises:
-          UserError: where a field cannot be served.
-        """
+        """The answers to a conversation: n of them; UserError where a field cannot be served."""
         turns, tools = (
             [one.turn for one in body.messages],
             [tool.model_dump(exclude_unset=True) for tool in body.offered],
@@ -187,12 +171,7 @@ class Service:
     def encode(self, text: str, name: str) -> list[int]:
         """Token ids of a text as it stands; with a chat template, special tokens that it spells out are meant.
 
-        Args:
-          text: to encode.
-          name: of the field, for error messages.
-
-        Raises:
-          UserError: where it is not Unicode.
+        Raises UserError, naming the field, where it is not Unicode.
         """
         check_characters(text, name)
         tokenizer = self.tokenizer
@@ -216,11 +195,7 @@ class Service:
         return self._begun(ids) if begins and text not in named else ids
 
     def detokenize(self, ids: list[int]) -> str:
-        """The text of token ids.
-
-        Raises:
-          UserError: where there is no such id.
-        """
+        """The text of token ids; UserError where there is no such id."""
         if ids and not 0 <= min(ids) <= max(ids) < self.tokenizer.size:
             raise UserError(f"tokens: hold an id outside 0 to {self.tokenizer.size - 1}")
         return self.tokenizer.decode(ids)

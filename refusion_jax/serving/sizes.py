@@ -17,13 +17,7 @@ _NEW_TOKENS = 256  # of an answer, unless the settings say otherwise
 def sized(settings: Settings, model: ModelConfig, most: int = 2**31) -> Settings:
     """The settings with what an engine needs: room for a text, by default all that the model reads, and new tokens.
 
-    Args:
-      settings: as given.
-      model: its shape.
-      most: tokens that a text has room for, unless the settings say so.
-
-    Raises:
-      SettingError: where the model does not read as many tokens as the settings say.
+    A text has room for `most` tokens, unless the settings say so. SettingError: the model reads fewer than these.
     """
     reads = model.max_position_embeddings
     if settings.cache_length > reads:
@@ -36,11 +30,7 @@ def sized(settings: Settings, model: ModelConfig, most: int = 2**31) -> Settings
 def kept_blocks(model: Transformer, decoder: Decoder, rows: int, most: int | None) -> int:
     """Blocks of what prompts begin with that are kept for others; see `decoding.prefixes`.
 
-    Args:
-      model: served, as it is rounded.
-      decoder: of the batch.
-      rows: of the batch.
-      most: bytes on each device; None: as many as the batch has, in at most a quarter of what is then free.
+    They take at most so many bytes on each device; None: as many as the batch, in a quarter of what is then free.
     """
     tokens = min(rows * decoder.cache_length, room_besides(model, mesh_of(model), rows, decoder) // 4)
     if most is not None:

@@ -29,11 +29,8 @@ class Screen:
     def __init__(self, request: Request, tokenizer: Tokenizer, eos_id: int, is_shown: bool = True):
         """Nothing is shown yet.
 
-        Args:
-          request: a prompt without a template.
-          tokenizer: of the model.
-          eos_id: the token that ends an answer.
-          is_shown: whether there is a terminal; without one, only `text` grows.
+        The request has a prompt and no template; `eos_id` ends an answer. Without a terminal, to be shown on, only
+        `text` grows.
         """
         self.text, self.forwards = "", 0  # the text is what is certain: from the beginning to the first mask
         self.finish_reason: str | None = None  # "stop" | "length" when it is finished

@@ -30,12 +30,10 @@ class _Call(pydantic.BaseModel):
 
 
 def calls_grammar(tools: Sequence[tuple[str, Any]], are_several: bool, answer: Any = None) -> str:
-    """An answer that is calls, as a grammar in llguidance's form of Lark.
+    """An answer that is calls, one or several, as a grammar in llguidance's form of Lark.
 
-    Args:
-      tools: (name, JSON Schema of its arguments) of those that may be called.
-      are_several: whether there may be more than one call.
-      answer: JSON Schema of an answer that may stand there instead; None: there is none.
+    The tools are (name, JSON Schema of its arguments). An answer, by its own schema, may stand there instead, unless it
+    is None.
     """
     calls = 'call ("\\n" call)*' if are_several else "call"
     rules = [f"start: {calls}" if answer is None else f"start: {calls} | answer"]
@@ -52,12 +50,7 @@ class CallReader:
     """Takes the calls out of an answer while it is written; text that is no valid call stays text."""
 
     def __init__(self, names: Sequence[str], are_several: bool):
-        """Begins an answer.
-
-        Args:
-          names: of the functions that may be called.
-          are_several: whether there may be more than one call; else those after the first are left out.
-        """
+        """Begins an answer that may call functions of these names, once alone unless there may be several calls."""
         self._names, self._are_several = names, are_several
         self._held, self._count = "", 0  # what may belong to a call, and the calls so far
 
@@ -94,11 +87,7 @@ class CallReader:
 
 
 def check_template(tokenizer: Tokenizer) -> None:
-    """Refuses a tokenizer whose chat template tells of no functions, or has calls in another format.
-
-    Raises:
-      UserError: where what it makes of a call is not read as that call.
-    """
+    """Raises UserError where the tokenizer's chat template tells of no functions, or has calls in another format."""
     tools = [{"type": "function", "function": {"name": name, "description": "", "parameters": {}}} for name in "fg"]
     call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": {"a": 1}}}
     turns = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "", "tool_calls": [call]}]

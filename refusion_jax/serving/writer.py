@@ -27,13 +27,9 @@ class Writer:
     """Cuts what a decoder has committed into deltas: text that has become certain."""
 
     def __init__(self, tokenizer: Tokenizer, stops: Stops, limit: int, begins: int | None = None):
-        """Begins an answer.
+        """Begins an answer of at most `limit` tokens, which ends before the first of the stops.
 
-        Args:
-          tokenizer: of the model.
-          stops: the answer ends before the first of these texts.
-          limit: tokens of the answer, at most.
-          begins: position of its first token, where pieces are wanted.
+        Where pieces are wanted, it begins at that position.
         """
         self._tokenizer, self._stops, self._limit = tokenizer, stops, limit
         self._sent, self._commits, self._begins = "", 0, begins
@@ -41,12 +37,7 @@ class Writer:
         self._told: dict[int, str] = {}  # .. and what they have spelled
 
     def read(self, answer: Answer, is_finished: bool) -> Delta:
-        """The next delta of an answer, which has grown.
-
-        Args:
-          answer: so far; unless it is finished, with the tokens before its first gap.
-          is_finished: whether the decoder is done.
-        """
+        """The next delta of an answer, which has grown; until it is finished it ends before its first gap."""
         tokens = answer.tokens[: self._limit]
         text, is_cut = self._stops.cut(whole := self._tokenizer.decode(tokens))
         is_last, reason = is_finished or len(tokens) == self._limit, None

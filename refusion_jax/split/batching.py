@@ -43,11 +43,7 @@ class Batches:
         threading.Thread(target=self._compute, daemon=True).start()
 
     def run(self, job: ForwardJob) -> tuple[np.ndarray, KeyValues]:
-        """(what the output head reads, [B, T, D]; the new cache).
-
-        Raises:
-          Exception: whatever went wrong in the batch.
-        """
+        """(what the output head reads, [B, T, D]; the new cache); raises whatever went wrong in the batch."""
         self._jobs.put(job)
         return job.result.result()
 

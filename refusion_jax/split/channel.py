@@ -27,13 +27,10 @@ class Channel:
     """The messages of one session after the other."""
 
     def __init__(self, address: tuple[str, int], key: Path, hello: frames.Hello, patience: float):
-        """Makes the first connection at `begin`.
+        """Makes the first connection at `begin`, with a key that both sides hold.
 
-        Args:
-          address: (host, port) of the server.
-          key: that both sides hold.
-          hello: what this device is; its session is not read.
-          patience: seconds in which a lost server must be back, and in which it must answer.
+        `hello` says what this device is; its session is not read. A lost server must be back, and must answer, within
+        the patience, in seconds.
         """
         self._address, self._tls, self._patience = address, frames.secured(key, is_server=False), patience
         self._hello = hello
@@ -59,11 +56,7 @@ class Channel:
         self._connection.close()
 
     def post(self, message: frames.Message) -> int:
-        """Sends a message, and returns its number; an answer is not waited for.
-
-        Raises:
-          UserError, Failure: as `begin`.
-        """
+        """Sends a message, and returns its number; an answer is not waited for. Raises as `begin`."""
         self._number += 1
         message = dataclasses.replace(message, number=self._number)
         self._unconfirmed.append(message)
@@ -74,11 +67,7 @@ class Channel:
         return self._number
 
     def result(self, number: int) -> frames.Result:
-        """The result of a message.
-
-        Raises:
-          UserError, Failure: as `begin`, and where the server refuses to go on.
-        """
+        """The result of a message. Raises as `begin`, and UserError where the server refuses to go on."""
         while True:
             try:
                 message, size = frames.receive(self._connection)

@@ -146,11 +146,9 @@ class Setup:
 
 
 def choose(found: Sequence[Candidate], wanted: Wanted) -> tuple[list[Candidate], Candidate, str]:
-    """(the candidates within both limits; the best of them; which limits keep better ones out, and what takes most of
-    a forward pass).
+    """(the candidates within both limits; the best of them; which limits bind, and what takes most of a forward).
 
-    Raises:
-      UserError: where there is none, with the least memory and the shortest answer of any.
+    Raises UserError where there is none, with the least memory and the shortest answer of any.
     """
     fitting = [each for each in found if each.memory <= wanted.memory and each.answer <= wanted.latency]
     if not fitting:

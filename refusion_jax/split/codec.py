@@ -49,8 +49,7 @@ class Codec:
     def encode(self, x: Float[np.ndarray, "T D"]) -> bytes:
         """The tokens as bytes; the numbers of tokens and values, and the dtype, are for the other side to know.
 
-        Raises:
-          FloatingPointError: where a value is not finite.
+        Raises FloatingPointError where a value is not finite.
         """
         if not (self.bits or self.tolerance):
             return _encode_exactly(x)
@@ -82,11 +81,7 @@ class Codec:
         return b"".join([bytes([is_deflated]), *parts, deflated if is_deflated else packed])
 
     def decode(self, content: bytes, n: int, D: int, dtype: np.dtype) -> Float[np.ndarray, "T D"]:
-        """The values that `encode` was given, within the bound.
-
-        Raises:
-          UserError: where the bytes are not those of so many tokens.
-        """
+        """The values that `encode` was given, within the bound; UserError where the bytes are not those of n tokens."""
         if not (self.bits or self.tolerance):
             return _decode_exactly(content, n, D, np.dtype(dtype))
         parts = _Parts(content)

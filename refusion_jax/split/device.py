@@ -72,12 +72,7 @@ def define_flags(own: flags.FlagValues) -> None:
 
 
 def main(own: flags.FlagValues) -> None:
-    """Decodes the prompts.
-
-    Raises:
-      UserError: naming the flag at fault.
-      Failure: where the server is lost.
-    """
+    """Decodes the prompts; Failure where the server is lost."""
     check_given(own, "checkpoint", "key", "server", *([] if own.auto else ["layers"]))
     if own.auto and (given := [name for name in (*_CHOSEN,) if own[name].present]):
         raise UserError(f"--{given[0]}: --auto chooses it")
@@ -138,11 +133,8 @@ def choose_flags(
 ) -> dict[str, Any]:
     """Sets the flags that --auto stands for, by measurements, and says so in a line.
 
-    Returns:
-      Settings of the decoder that are chosen with them: those that no flag gives.
-
-    Raises:
-      UserError: where nothing keeps the limits.
+    Returns the settings of the decoder that are chosen with them: those that no flag gives. Raises UserError where
+    nothing keeps the limits.
     """
     itemsize = jnp.dtype(own.dtype).itemsize
     link = Link(frames.address_of(own.server), Path(own.key), stamp, 0, "exact", own.patience)
@@ -178,11 +170,7 @@ def settings_of(own: flags.FlagValues, checkpoint: epath.Path) -> Settings:
 
 
 def decoder_on_link(requests: Sequence[Request], config: Any) -> Decoder:
-    """The decoder of some requests.
-
-    Raises:
-      SettingError: where it cannot run over two machines.
-    """
+    """The decoder of some requests; SettingError where it cannot run over two machines."""
     settings, decoder = requests[0].settings, decoder_for(requests, config)
     if not decoder.copies_prefix or settings.auxiliary_models:
         why = "does not append to a cache of one model, so that it cannot run over two machines"
@@ -191,10 +179,9 @@ def decoder_on_link(requests: Sequence[Request], config: Any) -> Decoder:
 
 
 def decode_split(model: SplitModel, requests: Sequence[Request], decoder: Decoder) -> Iterator[tuple[int, Answer]]:
-    """Yields (index, answer) as answers finish, like `queue.stream`. Those that a server has forgotten begin anew.
+    """Yields (index, answer) as answers finish, like `queue.stream`; Failure where the server is lost.
 
-    Raises:
-      Failure: where the server is lost.
+    Those that a server has forgotten begin anew.
     """
     left = list(range(len(requests)))
     while left:

@@ -133,11 +133,7 @@ def pack(message: Message) -> bytes:
 
 
 def unpack(body: bytes, checksum: int) -> Message:
-    """The message in a frame.
-
-    Raises:
-      FrameError: where there is none.
-    """
+    """The message in a frame; FrameError where there is none."""
     if zlib.crc32(body) != checksum:
         raise FrameError("a frame with another checksum")
     try:
@@ -161,12 +157,7 @@ def send(connection: socket.socket, message: Message) -> int:
 
 
 def receive(connection: socket.socket) -> tuple[Message, int]:
-    """(the next message, its bytes).
-
-    Raises:
-      FrameError: where something else arrives.
-      ConnectionError: where the connection ends.
-    """
+    """(the next message, its bytes); FrameError for anything else, ConnectionError where the connection ends."""
     length, checksum = _HEADER.unpack(_read(connection, _HEADER.size))
     if length > LARGEST:
         raise FrameError(f"a frame of {length:,} bytes")
@@ -184,15 +175,7 @@ def _read(connection: socket.socket, size: int) -> bytes:
 
 
 def secured(key: Path, is_server: bool) -> ssl.SSLContext:
-    """TLS with whoever holds the same key.
-
-    Args:
-      key: PEM file of a private key and its self-signed certificate.
-      is_server: which side this is.
-
-    Raises:
-      UserError: where the file is no such thing.
-    """
+    """TLS with whoever holds the same PEM file, a private key and its self-signed certificate; else UserError."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER if is_server else ssl.PROTOCOL_TLS_CLIENT)
     context.minimum_version = ssl.TLSVersion.TLSv1_3
     context.check_hostname, context.verify_mode = False, ssl.CERT_REQUIRED
@@ -209,11 +192,7 @@ def secured(key: Path, is_server: bool) -> ssl.SSLContext:
 
 
 def address_of(text: str) -> tuple[str, int]:
-    """(host, port) of HOST:PORT.
-
-    Raises:
-      UserError: where it is something else.
-    """
+    """(host, port) of HOST:PORT; UserError where it is something else."""
     host, _, port = text.rpartition(":")
     if not host or not (port.isascii() and port.isdecimal() and 0 < int(port) < 65536):
         raise UserError(f"--server={text[:80]}: must be HOST:PORT, such as 127.0.0.1:9000")

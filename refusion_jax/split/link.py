@@ -23,16 +23,9 @@ class Link(Channel):
     """A `model.Crossing`. Nothing is raised inside a forward pass: see `check`."""
 
     def __init__(self, address: tuple[str, int], key: Path, stamp: bytes, layers: int, codec: str, patience: float):
-        """Connects.
+        """Connects a device that has so many layers of the model with this stamp, see `parts.fingerprint`.
 
-        Args:
-          address, key, patience: as for `Channel`.
-          stamp: of the model, see `parts.fingerprint`.
-          layers: of the device.
-          codec: one of CODECS, for both directions.
-
-        Raises:
-          UserError, Failure: as `Channel.begin`.
+        The codec, one of CODECS, is for both directions. The others, and what is raised, are those of `Channel`.
         """
         super().__init__(address, key, frames.Hello(frames.VERSION, stamp, layers, codec, b"", 0), patience)
         self.round_trips = 0  # results that were waited for

@@ -94,8 +94,7 @@ class SplitModel(Wrapper):
 class SplitBatch(RunningBatch):
     """A batch that tells the server which rows are filled, and keeps no prefixes. `link` is that of its model.
 
-    Raises:
-      Failure, UserError: where the server cannot be asked any more, instead of any answer.
+    Raises Failure or UserError where the server cannot be asked any more, instead of any answer.
     """
 
     def __init__(self, model: SplitModel, decoder: Any, like: Any, rows: int, blocks: int = 0):

@@ -45,8 +45,7 @@ def load_part(
     """`part_of` a stored model; no other weights are kept, and each is rounded before the next is read.
 
     Args:
-      read: from `checkpoints.load.open_weights`.
-      config: of the whole model.
+      read, config: from `checkpoints.load.open_weights`; of the whole model.
       first, end: as for `part_of`.
       dtype: of weights and computation.
       weights, cache: as for `Transformer.rounded`.

@@ -43,8 +43,7 @@ def choose_split(
 ) -> tuple[list[Candidate], dict[str, Any]]:
     """(the candidates within the limits, a record of the best of them); `method` is a decoder's.
 
-    Raises:
-      UserError: where a flag is missing, the decoder does not run over two machines, or nothing keeps the limits.
+    Raises UserError where a flag is missing, the decoder does not run over two machines, or nothing keeps the limits.
     """
     if missing := [name for name in FLAGS if own[name].value is None]:
         raise UserError(f"--{' and --'.join(missing)}: needed with --what=split")

@@ -50,11 +50,7 @@ def define_shared(own: flags.FlagValues) -> None:
 
 
 def main(own: flags.FlagValues) -> None:
-    """Serves until it is ended.
-
-    Raises:
-      UserError: naming the flag at fault.
-    """
+    """Serves until it is ended."""
     check_given(own, "checkpoint", "key")
     tls = frames.secured(Path(own.key), is_server=True)
     listening = listen(own.host, own.port)
@@ -87,10 +83,6 @@ def peak_memory() -> float:
 
 
 def check_given(own: flags.FlagValues, *names: str) -> None:
-    """Refuses a call without flags that are needed.
-
-    Raises:
-      UserError: naming them.
-    """
+    """Raises UserError, naming them, where flags are missing that are needed."""
     if missing := [name for name in names if own[name].value is None]:
         raise UserError(f"--{' and --'.join(missing)}: needed; --help explains")

@@ -35,8 +35,7 @@ class LayerService:
         """Loads nothing before a device comes.
 
         Args:
-          layers: of the whole model.
-          stamp: of it, see `parts.fingerprint`.
+          layers, stamp: of the whole model, see `parts.fingerprint`.
           load: (layers of a device) -> the part of the model after them.
           memory: bytes for the caches of all sessions.
           measure: how fast a layer is here, for devices that ask: see `choice.measure`.

@@ -45,9 +45,7 @@ class DeviceSession:
     def deal(self, message: frames.Message) -> frames.Result | None:
         """Deals with a message, and returns the result that it wants.
 
-        Raises:
-          FrameError: where it cannot be meant.
-          UserError: where there is no memory for it.
+        Raises FrameError where it cannot be meant, UserError where there is no memory for it.
         """
         deals = {
             frames.Start: self._start, frames.Admit: self._admit, frames.Place: self._place,

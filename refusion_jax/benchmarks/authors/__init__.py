@@ -65,11 +65,7 @@ def define_flags(own: flags.FlagValues) -> None:
 
 
 def main(own: flags.FlagValues) -> None:
-    """Prints one JSON object per setup and batch size, then a table.
-
-    Raises:
-      UserError: where a flag is at fault, or their code does not run.
-    """
+    """Prints one JSON object per setup and batch size, then a table."""
     if not own.checkout or not (pathlib.Path(own.checkout) / "generate.py").is_file():
         raise UserError(f"--checkout={own.checkout or ''}: must be a clone of https://github.com/ML-GSAI/ReFusion")
     batch_sizes = flag_values.read_counts("batch_sizes", own.batch_sizes)
@@ -186,11 +182,7 @@ class Theirs:
         return min(seconds, key=seconds.get)
 
     def decode(self, asked: dict[str, Any], threads: int) -> tuple[list[list[int]], float]:
-        """The tokens decoded after each prompt, and the seconds that took.
-
-        Raises:
-          UserError: where their code fails.
-        """
+        """The tokens decoded after each prompt, and the seconds that took; UserError where their code fails."""
         self._process.stdin.write(json.dumps({"threads": threads} | asked) + "\n")
         self._process.stdin.flush()
         reply = self._reply()

@@ -58,8 +58,7 @@ class Comparison:
     def run(self) -> Results:
         """Makes what is missing; writes results.json after every model.
 
-        Raises:
-          Failure: where a training run fails; what is finished is kept.
+        Raises Failure where a training run fails; what is finished is kept.
         """
         sweep, models = self._train_all()
         runs = [run for run, _ in models]

@@ -131,11 +131,7 @@ class Experiment:
         return {name: min(count, most) for name, count in self.systems.items() if most and name != self.start}
 
     def check(self) -> None:
-        """Refuses to adapt models of a system that is not trained, or has no checkpoint or record in the middle.
-
-        Raises:
-          UserError: naming the flag.
-        """
+        """Raises UserError where models are to be adapted that are not trained, or not stored in the middle."""
         c, flag = self.config, f"--adapt_from={self.start}"
         if self.start and self.start not in self.systems:
             raise UserError(f"{flag}: is not among --systems={','.join(self.systems)}")
@@ -200,11 +196,9 @@ class Experiment:
         return self.config[section].to_dict() if section else {}
 
     def held_out(self) -> tuple[list[Problem], list[Problem]]:
-        """The problems that are decoded, the same for every run, and none of which is trained on.
+        """(validation problems, which choose the settings; test problems, which score the chosen ones).
 
-        Returns:
-          (validation problems, which choose the settings; test problems, which score the chosen ones: others, and as
-          many of each family).
+        They are the same for every run, and none of them is trained on. Both have as many of each family.
         """
         data, count = self.config.data, self.budget.problems
         every, draws = mixture(data.difficulty), _DRAWS * count

@@ -36,11 +36,7 @@ class Subject:
 
 
 def check_fit(problems: list[Problem], tokenizer: Tokenizer, budget: Budget) -> None:
-    """Refuses problems whose answers are longer than the budget decodes.
-
-    Raises:
-      UserError: with the length of the longest answer.
-    """
+    """Raises UserError where an answer is longer than the budget decodes."""
     longest = 1 + max(map(len, tokenizer.encode([problem.response for problem in problems])))
     if longest > budget.new_tokens:
         raise UserError(
@@ -87,10 +83,9 @@ def score(
     repeats: int = 1,
     decodings: Decodings | None = None,
 ) -> tuple[dict[str, Any], list[str], float]:
-    """Accuracy of the answers, decoding many prompts at a time; `decodings` get the first of them, for a page.
+    """(the fields of `results.Scored` about the answers, their texts, median of tokens per second).
 
-    Returns:
-      (the fields of `results.Scored` about the answers, their texts, median of tokens per second).
+    Decodes many prompts at a time; `decodings` get the first answers, for a page.
     """
     queue = _Queue(problems, subject, budget, BATCH_SIZES[-1], decodings)
     answers, speeds = queue.decode(repeats)
@@ -131,8 +126,7 @@ def interleaved(
 ) -> list[dict[str, Any]]:
     """Tokens per second of decoders in interleaved repeats, so that a machine's drift is the same for all of them.
 
-    Returns:
-      For each subject, {"tokens_per_second": {batch size: [one for each repeat]}, "load": the load average at the end}.
+    For each {"tokens_per_second": {batch size: [one for each repeat]}, "load": the load average at the end}.
     """
     found = [{str(size): [] for size in sizes} for _ in subjects]
     for size in sizes:

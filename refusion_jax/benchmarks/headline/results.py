@@ -158,8 +158,7 @@ def where() -> str:
 def open_store(directory: Path, call: dict[str, Any]) -> Journal:
     """The finished records by key, in a directory that is made where there is none; they depend on `call` alone.
 
-    Raises:
-      UserError: where the directory holds another comparison, or another process is using it.
+    Raises UserError where the directory holds another comparison, or another process is using it.
     """
     about = directory / "comparison.json"
     if about.exists():

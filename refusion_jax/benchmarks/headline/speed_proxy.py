@@ -83,11 +83,7 @@ class SpeedProxy(Wrapper):
 
 
 def read_shape(text: str) -> tuple[int, int]:
-    """(hidden size, layers) of --speed_proxy, such as 640x12.
-
-    Raises:
-      UserError: where it is no such shape.
-    """
+    """(hidden size, layers) of --speed_proxy, such as 640x12; UserError where it is no such shape."""
     found = re.fullmatch(r"([1-9][0-9]{0,5})x([1-9][0-9]{0,3})", text)
     if not found or int(found[1]) % _UNIT:
         raise UserError(
@@ -106,10 +102,8 @@ def with_proxies(models: dict[str, Transformer], hidden_size: int, layers: int) 
 def proxy_model(hidden_size: int, layers: int, like: Transformer) -> Transformer:
     """Random weights in Qwen3's proportions: 12 D^2 parameters per layer, and the embedding.
 
-    Args:
-      hidden_size: a multiple of 128, since two query heads of 64 share one for keys and values.
-      layers: how many.
-      like: the model whose vocabulary and dtype it has.
+    The vocabulary and dtype are those of a model. Two query heads of 64 share one for keys and values, so D is a
+    multiple of 128.
     """
     heads = hidden_size // _HEAD_DIM
     config = dataclasses.replace(
