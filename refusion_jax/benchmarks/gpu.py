@@ -5,10 +5,9 @@
 
 First, logits, attention over packed rows (forward and gradient) and greedy answers are compared with the CPU's; then
 model-FLOPs utilization (MFU) of training is measured at 0.6B and 1.7B; then every decoder of the default system, and
-the first one with weights and cache in int8, at 1.7B and 8B with batches of 1 to 128; and with --checkout, the authors'
-code against ours, as `bench authors` compares them. Writes OUTPUT/results.json after every part, and OUTPUT/section.md,
-a page of results. A part that is not expected to fit into the rest of --minutes is skipped; a part that fails
-is reported, and the others go on.
+the first one with weights and cache in int8, at 1.7B and 8B with batches of 1 to 128. Writes OUTPUT/results.json after
+every part, and OUTPUT/section.md, a page of results. A part that is not expected to fit into the rest of --minutes is
+skipped; a part that fails is reported, and the others go on.
 
 --rehearse does the same with tiny shapes on any device, with the attention kernel emulated. Its figures mean nothing,
 and its results say so.
@@ -17,7 +16,6 @@ and its results say so.
 import collections
 import dataclasses
 import json
-import sys
 import time
 from collections.abc import Callable
 from functools import partial
@@ -31,7 +29,6 @@ from absl import flags
 
 from refusion_jax.batch.rows import Rows
 from refusion_jax.batch.visibility import CAUSAL, Visibility
-from refusion_jax.benchmarks import authors
 from refusion_jax.benchmarks import decode as decoding
 from refusion_jax.benchmarks._markdown import table
 from refusion_jax.checkpoints.load import load_model
@@ -67,10 +64,6 @@ def define_flags(own: flags.FlagValues) -> None:
     flags.DEFINE_string(
         "checkpoint", None, "Trained weights whose answers are compared; none: skipped", flag_values=own
     )
-    flags.DEFINE_string(
-        "checkout", None, "Clone of the authors' code, to decode with it; none: skipped", flag_values=own
-    )
-    flags.DEFINE_string("python", sys.executable, "Interpreter that runs their code", flag_values=own)
     flags.DEFINE_bool("rehearse", False, "Tiny shapes on any device: tries this script itself", flag_values=own)
 
 
@@ -111,8 +104,6 @@ def parts(own: flags.FlagValues) -> list[Part]:
         few.append(Part("answers", 2, partial(answers, own.checkpoint, 4 if rehearse else 64)))
     for size in ("tiny",) if rehearse else ("0.6b", "1.7b"):
         few.append(Part(f"training {size}", 0.5 if rehearse else 1, partial(trained, size)))
-    if own.checkout:
-        few.append(Part("the authors' code", 0.5 if rehearse else 4, partial(against_authors, own)))
     for rows in (2,) if rehearse else (1, 32, 8, 128):
         for size in ("tiny",) if rehearse else ("8b", "1.7b"):
             run = partial(decoded, size, rows, 8 if rehearse else 128)
@@ -220,19 +211,6 @@ def decoded(size: str, rows: int, new_tokens: int) -> list[dict]:
     dtype = "float32" if size == "tiny" else "bfloat16"
     model = decoding.random_model(size, dtype)
     return [record | {"size": size} for record in decoding.measure(model, own, rows, decoding.copy_bandwidth())]
-
-
-def against_authors(gpu: flags.FlagValues) -> list[dict]:
-    """Our decoder and the authors' code on the same random weights, in slots of which all drafts are accepted."""
-    own = flags.FlagValues()
-    authors.define_flags(own)
-    dtype, few = ("float32", "16") if gpu.rehearse else ("bfloat16", "128")
-    settings = [f"--decode.max_new_tokens={few}", "--decode.slot_size=8", "--decode.token_threshold=0"]
-    own(["gpu", f"--checkout={gpu.checkout}", f"--python={gpu.python}", f"--dtype={dtype}", *settings, "--repeats=2"])
-    own.count = 2 if gpu.rehearse else 8
-    size = "tiny" if gpu.rehearse else "1.7b"
-    model = decoding.random_model(size, dtype)
-    return [record | {"size": size} for record in authors.measure(model, own, [1, own.count])]
 
 
 def section(head: dict, records: list[dict], command: str = "") -> str:

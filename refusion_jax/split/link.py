@@ -20,7 +20,7 @@ from refusion_jax.split.model import Packing
 
 
 class Link(Channel):
-    """A `model.Crossing`. Nothing is raised inside a forward pass: see `check`."""
+    """Where the hidden states of a device go, and come back from. Nothing is raised inside a forward: see `check`."""
 
     def __init__(self, address: tuple[str, int], key: Path, stamp: bytes, layers: int, codec: str, patience: float):
         """Connects a device that has so many layers of the model with this stamp, see `parts.fingerprint`.
@@ -62,12 +62,12 @@ class Link(Channel):
         self._given = None
 
     def send(self, packing: Packing, *arrays: np.ndarray) -> np.ndarray:
-        """See `model.Crossing`."""
+        """Takes x, positions, length, visible, index and fed of a forward: an int32 that `receive` depends on."""
         self._attempt(self._keep, packing, *map(np.asarray, arrays))
         return np.int32(0)
 
     def receive(self, shape: jax.ShapeDtypeStruct, packing: Packing, sent: np.ndarray) -> np.ndarray:
-        """See `model.Crossing`; zeros once something went wrong."""
+        """What the output head reads of the last forward, packed as x was; zeros once something went wrong."""
         out = self._attempt(self._fetch, shape, packing)
         return np.zeros(shape.shape, shape.dtype) if out is None else out
 

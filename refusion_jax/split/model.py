@@ -10,7 +10,7 @@ size.
 
 import functools
 from collections.abc import Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -47,20 +47,11 @@ class Packing(NamedTuple):
         return Ragged.of(fed, self.width, self.tile, self.tiles, self.shards)
 
 
-class Crossing(Protocol):
-    """Where the hidden states of a device go, and come back from; called by the host while the device waits."""
-
-    def send(self, packing: Packing, *arrays: np.ndarray) -> np.ndarray:
-        """Takes x, positions, length, visible, index and fed of a forward pass: an int32 that `receive` depends on."""
-
-    def receive(self, shape: jax.ShapeDtypeStruct, packing: Packing, sent: np.ndarray) -> np.ndarray:
-        """What the output head reads of the last forward, packed as x was; only asked where somebody reads it."""
-
-
 class SplitModel(Wrapper):
     """The device's part of a model as the whole one. Decoders that read nothing of a forward do not wait for it."""
 
-    def __init__(self, part: Transformer, link: Crossing):
+    def __init__(self, part: Transformer, link: Any):
+        """The link is a `link.Link`, which the host asks while the device waits."""
         super().__init__(part)
         self.link = link
 
