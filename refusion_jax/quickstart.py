@@ -13,7 +13,6 @@ import itertools
 import json
 import time
 from pathlib import Path
-from typing import Any
 
 import jax
 from absl import flags
@@ -46,33 +45,6 @@ _SETTINGS = command.define_settings(
 _STARTED = flags.DEFINE_float("started", None, "Unix seconds when the whole thing began; now by default")
 
 MAX_NEW_TOKENS = 32  # the longest worked answer takes 25
-
-
-def report(
-    workdir: Path, train_seconds: float, problems: list[tasks.Problem], given: dict[str, Any], started: float
-) -> tuple[dict, Settings, Decoded]:
-    """Decodes the problems by each decoder; the report, and the first decoder's settings and answers.
-
-    `given` are decode settings that differ from their defaults; seconds_total counts from `started`, in Unix seconds.
-    """
-    tokenizer, names = load_tokenizer(workdir), decoders_for(read_config(workdir).objective)
-    settings = {name: DecodeSettings(name, max_new_tokens=MAX_NEW_TOKENS, **given) for name in names}
-    names = [n for n in names if all(getattr(settings[n], other) for other in settings[n].auxiliary_models)]
-    models = {name: load_for(workdir, settings[name]) for name in names}
-    measured = {name: measure(settings[name], models[name], tokenizer, problems) for name in names}
-    return (
-        {name: figures for name, (figures, _) in measured.items()}
-        | {
-            "decoders": names,
-            "problems": len(problems),
-            "batch_size": settings[names[0]].batch_size,
-            "seconds_total": time.time() - started,
-            "train_seconds": train_seconds,
-            "parameters": sum(x.size for x in jax.tree.leaves(nnx.state(models[names[0]]))),
-        },
-        settings[names[0]],
-        measured[names[0]][1],
-    )
 
 
 def measure(
@@ -150,17 +122,6 @@ def written_parts(decoded: Decoded, index: int, tokenizer: Tokenizer, size: int)
     return [(1 + order.index(i), tokenizer.decode(tokens[i * size : (i + 1) * size])) for i in sorted(order)]
 
 
-def played(workdir: Path, methods: list[str], queries: list[str], given: dict[str, Any]) -> str:
-    """A page of some answers of each decoder."""
-    tokenizer, recordings = load_tokenizer(workdir), []
-    for method in methods:
-        settings = DecodeSettings(method, max_new_tokens=MAX_NEW_TOKENS, **given)
-        model = load_for(workdir, settings)
-        requests = prepare(tokenizer.encode_prompts(queries), settings, model.config)
-        recordings.append(play(model, requests, tokenizer, method))
-    return page([(i, [of.scenes[i] for of in recordings]) for i in range(len(queries))])
-
-
 def main() -> None:
     workdir = Path(_WORKDIR.value)
     started = time.time() if _STARTED.value is None else _STARTED.value
@@ -169,14 +130,32 @@ def main() -> None:
     seconds = next((r["seconds"] for r in reversed(read_metrics(workdir)) if type(r.get("seconds")) is float), None)
     if seconds is None:
         raise UserError(f"--workdir={workdir}: holds no metrics.jsonl of a training run")
+    tokenizer, given = load_tokenizer(workdir), _DEFAULTS | command.given(_SETTINGS)
+    names = decoders_for(read_config(workdir).objective)
+    settings = {name: DecodeSettings(name, max_new_tokens=MAX_NEW_TOKENS, **given) for name in names}
+    names = [n for n in names if all(getattr(settings[n], other) for other in settings[n].auxiliary_models)]
+    models = {name: load_for(workdir, settings[name]) for name in names}
+
     problems = list(tasks.problems("test", _PROBLEMS.value, seed=0))
-    given = _DEFAULTS | command.given(_SETTINGS)
-    figures, settings, decoded = report(workdir, seconds, problems, given, started)
-    tokenizer = load_tokenizer(workdir)
-    show(figures, problems, decoded, tokenizer, settings.unit)
-    shown = examples(problems, decoded, tokenizer, settings.unit) or range(3)  # those that are wrong are shown, too
-    queries = [problems[i].query for i in shown]
-    write_file(workdir / "decodings.html", played(workdir, figures["decoders"], queries, given))
+    measured = {name: measure(settings[name], models[name], tokenizer, problems) for name in names}
+    figures = {name: own for name, (own, _) in measured.items()} | {
+        "decoders": names,
+        "problems": len(problems),
+        "batch_size": settings[names[0]].batch_size,
+        "seconds_total": time.time() - started,
+        "train_seconds": seconds,
+        "parameters": sum(x.size for x in jax.tree.leaves(nnx.state(models[names[0]]))),
+    }
+    decoded, size = measured[names[0]][1], settings[names[0]].unit
+    show(figures, problems, decoded, tokenizer, size)
+
+    shown = examples(problems, decoded, tokenizer, size) or range(3)  # those that are wrong are shown, too
+    prompts, recordings = tokenizer.encode_prompts([problems[i].query for i in shown]), []
+    for name in names:
+        requests = prepare(prompts, settings[name], models[name].config)
+        recordings.append(play(models[name], requests, tokenizer, name))
+    scenes = [(i, [of.scenes[i] for of in recordings]) for i in range(len(shown))]
+    write_file(workdir / "decodings.html", page(scenes))
     write_file(workdir / "report.json", json.dumps(figures, indent=2) + "\n")
 
 
