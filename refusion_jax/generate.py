@@ -181,10 +181,7 @@ class Asked:
 
 
 def other(compare: str, checkpoint: epath.Path, given: dict[str, object]) -> Asked:
-    """What is compared: another decoder of the model, or another model; with the settings that its decoder knows.
-
-    Raises UserError where it is neither, or cannot be asked the same.
-    """
+    """What is compared: another decoder of the model, or another model, as its decoder's settings say; or UserError."""
     method = compare if compare in decoders() else None
     checkpoint = checkpoint if method else epath.Path(compare)
     if not method and not checkpoint.exists():

@@ -106,10 +106,7 @@ def examples(problems: list[tasks.Problem], decoded: Decoded, tokenizer: Tokeniz
 
 
 def part_order(decoded: Decoded, index: int, size: int) -> list[int]:
-    """The parts of an answer, of so many tokens each and counted from 0, in the order of writing.
-
-    Parts dropped after its end are left out.
-    """
+    """The parts of an answer, of so many tokens each, in the order of writing, without those dropped after its end."""
     first = min(decoded.commit_order[index])
     places = (position - first for position in decoded.commit_order[index])
     return list(dict.fromkeys(place // size for place in places if place < len(decoded.tokens[index])))

@@ -167,10 +167,7 @@ def random_prompts(count: int, length: int, model: ModelConfig) -> list[Request]
 
 
 def read_setup(setup: str, shared: dict[str, Any], checkpoint: str | None = None) -> Settings:
-    """The settings of one --setup, a decoder and NAME=VALUE pairs, which override the settings shared by all setups.
-
-    Raises UserError where it is no such thing, or the checkpoint was not trained for the decoder.
-    """
+    """The settings of a --setup, a decoder and NAME=VALUE pairs, which override shared ones; UserError for others."""
     if not setup.split():
         raise UserError("--setup=: unknown; name a decoder, followed by settings of its own")
     method, *pairs = setup.split()

@@ -46,9 +46,8 @@ class Plan:
 
 
 def load_tasks(plan: Plan) -> list[Task | Group]:
-    """The tasks with their data, each once: in its group, where that is asked for, or by itself.
-
-    Raises UserError where a task is unknown, its data cannot be loaded, or a flag it needs is missing.
+    """The tasks with their data, each once: in its group, if that is asked for, or alone; UserError for what cannot
+    run.
     """
     for library in ("datasets", "huggingface_hub"):  # say line after line what they then raise
         logging.getLogger(library).setLevel(logging.CRITICAL)
@@ -229,10 +228,7 @@ def _executing(
 
 
 def run_tasks(lm: EvaluatedModel, plan: Plan, tasks: Sequence[Task | Group]) -> dict[str, Any]:
-    """The results of lm_eval, with `samples`, and with the cost of decoding as `decoding`.
-
-    Raises UserError where the model cannot serve a request.
-    """
+    """The results of lm_eval, with `samples`, and the cost of decoding as `decoding`; UserError as `check_requests`."""
     _learn_settings(lm, tasks)
     lm.asked.clear()
     packages = {package: _version(package) for package in ("lm_eval", "datasets", "jax", "refusion-jax")}

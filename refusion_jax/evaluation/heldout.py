@@ -146,9 +146,8 @@ def make_held_out(
     objective: Objective,
     mesh: Mesh,
 ) -> Callable[[dict], dict[str, Any]] | None:
-    """The held-out evaluation of a run: (weights) -> its losses and, where it is known, the bits per byte of responses.
-
-    None where the run has no held-out set.
+    """(weights) -> held-out losses and, where it is known, bits per byte of responses; None where a run has no such
+    rows.
     """
     sets = find_held_out(config, tokenizer)
     if not sets:
@@ -168,9 +167,8 @@ def make_held_out(
 
 
 def pick(config: ml_collections.ConfigDict, sets: list[RowSource]) -> list[tuple[RowSource, int]]:
-    """(set, index) of eval.rows rows, equally many from each set and evenly spaced in it.
-
-    Raises UserError where there are none, or hosts have different ones.
+    """(set, index) of eval.rows rows, as many of each set, evenly spaced; UserError where there are none, or hosts
+    differ.
     """
     check_same("what --config.eval.path holds", *(rows.fingerprint() for rows in sets))
     most = config.eval.rows or max(map(len, sets))

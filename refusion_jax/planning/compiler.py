@@ -63,10 +63,7 @@ def libtpu_version() -> str:
 
 
 def tpu_devices(topology: str, slices: int) -> list[jax.Device]:
-    """The devices of a topology, without the hardware. Call `prepare_environment` before JAX is used.
-
-    Raises UserError where there is no such topology.
-    """
+    """The devices of a topology, without the hardware, after `prepare_environment`; UserError where there is none."""
     chip, shape = find_chip(topology), topology.split(":")[1]
     # Sides of 0 chips and a billion slices crash libtpu.
     is_shape = re.fullmatch(r"[1-9][0-9]{0,4}(x[1-9][0-9]{0,4}){1,2}", shape)

@@ -34,10 +34,7 @@ def search(
     chips: int,
     tell: Callable[[dict], None],
 ) -> list[dict]:
-    """Plans every candidate at the batch size of the config; `tell` gets each record as soon as it is known.
-
-    Returns those that fit, fastest first; each has "flags", which select it.
-    """
+    """The candidates that fit, fastest first; `tell` gets each record, with its "flags", as soon as it is known."""
     found = []
     for mesh in _meshes(config, chips):
         for remat in REMAT_POLICIES:
@@ -89,10 +86,7 @@ def fix_for(config: ml_collections.ConfigDict, topology: str, slices: int, chips
 
 
 def fix_for_decode(config: ml_collections.ConfigDict, topology: str, slices: int, settings: Settings) -> str:
-    """The largest batch, halved as often as needed, that fits and can be split; "" where there is none.
-
-    Raises TimeoutError as `fix_for`.
-    """
+    """The largest batch, halved as often as needed, that fits and can be split, or ""; TimeoutError as `fix_for`."""
     until = time.monotonic() + FIX_SECONDS
 
     def fits(rows: int) -> bool:

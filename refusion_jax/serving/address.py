@@ -10,9 +10,8 @@ _DESCRIPTORS = 1 << 16  # of which three quarters are for clients
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """A socket that has the address to itself, before a model is loaded for it; clients wait until that is done.
-
-    Raises UserError, naming the flag, where there is no such address or it is taken.
+    """A socket that has the address to itself, for which clients wait while a model is loaded; else UserError names the
+    flag.
     """
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(

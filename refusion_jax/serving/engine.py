@@ -170,9 +170,8 @@ class Engine:
             self._changed.notify()
 
     def start(self, failed: Callable[[], None]) -> None:
-        """Starts the thread, and compiles by decoding an answer.
-
-        `failed` is called once, from the thread, if it cannot go on, now or later; `failure` says why.
+        """Starts the thread, and compiles by decoding an answer; it calls `failed` once if it cannot go on, now or
+        later.
         """
         self._failed, done = failed, threading.Event()
 

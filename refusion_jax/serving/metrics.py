@@ -51,10 +51,7 @@ class Metrics:
             self._between.observe(seconds / tokens)
 
     def finished(self, reason: str, tokens: int, forwards: int, seconds: float) -> None:
-        """Counts an answer that has ended by a reason, "stop" or "length", so many seconds after it was asked for.
-
-        The forwards are those of the decoding loop, 0 where nothing was decoded.
-        """
+        """Counts an answer, ended by "stop" or "length"; forwards of the decoding loop, 0 where nothing was decoded."""
         self._success.labels(model_name=self._model, finished_reason=reason).inc()
         self._generated.inc(tokens)
         self._whole.observe(seconds)

@@ -34,10 +34,7 @@ class Service:
     """A model, its tokenizer and its engine."""
 
     def __init__(self, name: str, model: Transformer, tokenizer: Tokenizer, engine: Engine, seed: int | None = None):
-        """Serves a model, which also scores texts, by an engine that need not be started yet.
-
-        Clients know it by `name`. `seed` is that of requests that give none; None: each draws its own.
-        """
+        """Serves a model, which also scores texts; requests that give no seed have this one, or each draws its own."""
         self.name, self.engine, self.tokenizer, self._seed = name, engine, tokenizer, seed
         self.metrics = Metrics(name, engine)
         self.scorer, self._settings = Scorer(model, tokenizer, engine.settings), engine.settings

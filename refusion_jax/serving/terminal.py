@@ -27,11 +27,7 @@ class Screen:
     """
 
     def __init__(self, request: Request, tokenizer: Tokenizer, eos_id: int, is_shown: bool = True):
-        """Nothing is shown yet.
-
-        The request has a prompt and no template; `eos_id` ends an answer. Without a terminal, to be shown on, only
-        `text` grows.
-        """
+        """Nothing is shown yet. Without a terminal, to be shown on, only `text` grows; `eos_id` ends an answer."""
         self.text, self.forwards = "", 0  # the text is what is certain: from the beginning to the first mask
         self.finish_reason: str | None = None  # "stop" | "length" when it is finished
         self._places, self._eos_id, self._begins = request.settings.new_tokens, eos_id, len(request.prompt)

@@ -27,10 +27,7 @@ class Writer:
     """Cuts what a decoder has committed into deltas: text that has become certain."""
 
     def __init__(self, tokenizer: Tokenizer, stops: Stops, limit: int, begins: int | None = None):
-        """Begins an answer of at most `limit` tokens, which ends before the first of the stops.
-
-        Where pieces are wanted, it begins at that position.
-        """
+        """Begins an answer of at most `limit` tokens; with pieces, where the position is given at which it begins."""
         self._tokenizer, self._stops, self._limit = tokenizer, stops, limit
         self._sent, self._commits, self._begins = "", 0, begins
         self._known: dict[int, int] = {}  # committed tokens by place in the answer ..

@@ -47,10 +47,7 @@ class Codec:
         return 4 + D * bits / 8 + outliers
 
     def encode(self, x: Float[np.ndarray, "T D"]) -> bytes:
-        """The tokens as bytes; the numbers of tokens and values, and the dtype, are for the other side to know.
-
-        Raises FloatingPointError where a value is not finite.
-        """
+        """The tokens as bytes, without their number and dtype; FloatingPointError where a value is not finite."""
         if not (self.bits or self.tolerance):
             return _encode_exactly(x)
         x = x.astype(np.float32)

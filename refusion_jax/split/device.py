@@ -179,10 +179,7 @@ def decoder_on_link(requests: Sequence[Request], config: Any) -> Decoder:
 
 
 def decode_split(model: SplitModel, requests: Sequence[Request], decoder: Decoder) -> Iterator[tuple[int, Answer]]:
-    """Yields (index, answer) as answers finish, like `queue.stream`; Failure where the server is lost.
-
-    Those that a server has forgotten begin anew.
-    """
+    """Yields (index, answer) as `queue.stream`, anew what a server has forgotten; Failure where the server is lost."""
     left = list(range(len(requests)))
     while left:
         asked = list(left)

@@ -83,10 +83,7 @@ class SplitModel(Wrapper):
 
 
 class SplitBatch(RunningBatch):
-    """A batch that tells the server which rows are filled, and keeps no prefixes. `link` is that of its model.
-
-    Raises Failure or UserError where the server cannot be asked any more, instead of any answer.
-    """
+    """A batch that tells the server which rows are filled, and keeps no prefixes; raises where that cannot be asked."""
 
     def __init__(self, model: SplitModel, decoder: Any, like: Any, rows: int, blocks: int = 0):
         del blocks  # the server has none

@@ -19,10 +19,7 @@ _HASHED = 4096  # values of each weight
 
 
 def part_of(model: Transformer, first: int, end: int) -> Transformer:
-    """The layers `first` to `end` - 1 of a model, with the embedding and the output head if `first` is 0.
-
-    The layers keep their numbers. The part's weights are copies.
-    """
+    """The layers `first` to `end` - 1, by their numbers, copied; with embedding and output head if `first` is 0."""
     part = nnx.clone(model)
     part.config = dataclasses.replace(model.config, num_hidden_layers=end - first)
     for name in _STACKS:

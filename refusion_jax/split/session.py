@@ -43,9 +43,8 @@ class DeviceSession:
     lock: threading.Lock = dataclasses.field(default_factory=threading.Lock)
 
     def deal(self, message: frames.Message) -> frames.Result | None:
-        """Deals with a message, and returns the result that it wants.
-
-        Raises FrameError where it cannot be meant, UserError where there is no memory for it.
+        """Deals with a message: the result that it wants. FrameError for what cannot be meant, UserError without memory
+        for it.
         """
         deals = {
             frames.Start: self._start, frames.Admit: self._admit, frames.Place: self._place,

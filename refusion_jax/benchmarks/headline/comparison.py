@@ -56,10 +56,7 @@ class Comparison:
         self._began, self._commit = time.monotonic(), commit()
 
     def run(self) -> Results:
-        """Makes what is missing; writes results.json after every model.
-
-        Raises Failure where a training run fails; what is finished is kept.
-        """
+        """Makes what is missing, and writes results.json after every model; Failure where a training run fails."""
         sweep, models = self._train_all()
         runs = [run for run, _ in models]
 

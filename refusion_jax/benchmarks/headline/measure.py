@@ -83,10 +83,7 @@ def score(
     repeats: int = 1,
     decodings: Decodings | None = None,
 ) -> tuple[dict[str, Any], list[str], float]:
-    """(the fields of `results.Scored` about the answers, their texts, median of tokens per second).
-
-    Decodes many prompts at a time; `decodings` get the first answers, for a page.
-    """
+    """(fields of `results.Scored`, texts of answers, median of tokens per second); `decodings` get the first answers."""
     queue = _Queue(problems, subject, budget, BATCH_SIZES[-1], decodings)
     answers, speeds = queue.decode(repeats)
     for index in range(min(PLAYED, len(problems))) if decodings else ():

@@ -156,10 +156,7 @@ def where() -> str:
 
 
 def open_store(directory: Path, call: dict[str, Any]) -> Journal:
-    """The finished records by key, in a directory that is made where there is none; they depend on `call` alone.
-
-    Raises UserError where the directory holds another comparison, or another process is using it.
-    """
+    """The finished records by key, in a directory that is made or has those of the same call; else UserError."""
     about = directory / "comparison.json"
     if about.exists():
         there, here = flatten(read_json(about)), flatten(call)  # a key that is new or gone since changes nothing
