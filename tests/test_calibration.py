@@ -7,9 +7,9 @@ import statistics
 import pytest
 from conftest import run
 
+from refusion_jax.benchmarks import calibration
+from refusion_jax.benchmarks.calibration import calibrate, left_out_errors, read_runs
 from refusion_jax.distributed.chips import CHIPS, find_chip
-from refusion_jax.planning import calibration
-from refusion_jax.planning.calibration import calibrate, left_out_errors, read_runs
 from refusion_jax.planning.compiler import prepare_environment
 
 RUNS = read_runs()

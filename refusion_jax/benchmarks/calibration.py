@@ -5,14 +5,18 @@
 
 For each run it prints the published step time (plus the time of what our remat policy recomputes and theirs does not),
 our estimate for the same shape and chips before calibration, their ratio, and the error of predicting the run from the
-others of its generation. The factor and spread of each generation follow; refusion_jax/distributed/chips.py holds them
-for `plan`. The counts of our programs are stored; --compile makes them again with the installed TPU compiler, which
-takes some minutes.
+others of its generation. The factor and spread of each generation follow, which do not carry over to another;
+refusion_jax/distributed/chips.py holds them for `plan`. The counts of our programs are stored with the runs and their
+sources (planning/published_runs.json); --compile makes them again with the installed TPU compiler, which takes some
+minutes.
 """
 
 import dataclasses
 import json
+import math
 import statistics
+from collections.abc import Sequence
+from importlib import resources
 from pathlib import Path
 
 from absl import flags
@@ -21,9 +25,16 @@ from rich.table import Table
 
 from refusion_jax.cli import flag_values
 from refusion_jax.cli.errors import UserError
+from refusion_jax.config import default_config
+from refusion_jax.distributed.chips import Calibration, find_chip
+from refusion_jax.distributed.json_files import parse_json
 from refusion_jax.distributed.storage import write_file
-from refusion_jax.planning import calibration
-from refusion_jax.planning.compiler import libtpu_version, prepare_environment
+from refusion_jax.planning.compiler import compile_program, libtpu_version, prepare_environment, tpu_devices
+from refusion_jax.planning.costs import Costs, Operation, count
+from refusion_jax.planning.estimate import estimate
+from refusion_jax.planning.programs import lower_train
+
+FILE = "published_runs.json"
 
 
 def define_flags(own: flags.FlagValues) -> None:
@@ -38,14 +49,14 @@ def main(own: flags.FlagValues) -> None:
         raise UserError(f"--output={own.output}: only --compile makes new counts to write")
     if own.output:
         flag_values.check_output("output", Path(own.output))
-    runs = calibration.read_runs()
+    runs = read_runs()
     if own.compile:
         prepare_environment()
         libtpu_version()
-        runs = [calibration.compiled_again(run) for run in runs]
+        runs = [compiled_again(run) for run in runs]
     if own.output:
-        write_file(own.output, calibration.write_runs(runs))
-    errors = calibration.left_out_errors(runs)
+        write_file(own.output, write_runs(runs))
+    errors = left_out_errors(runs)
     table = Table("run", "step", "expected", "ratio", "left out", title="Published training steps and our estimates")
     for run in runs:
         ratio, error = run.seconds / run.expected, errors.get(run.name)
@@ -54,7 +65,7 @@ def main(own: flags.FlagValues) -> None:
         print(json.dumps(record | {"left_out_error": error, "source": run.source}))
         told = "not calibrated" if error is None else f"{error:+.1%}"
         table.add_row(run.name, f"{run.seconds:.2f} s", f"{run.expected:.2f} s", f"{ratio:.3f}", told)
-    for generation, found in calibration.calibrate(runs).items():
+    for generation, found in calibrate(runs).items():
         print(json.dumps({"generation": generation, **dataclasses.asdict(found)}))
         table.add_row(f"all of {generation}", "", "", f"{found.factor:.3f}", f"95 % within {found.spread:.1%}")
     sizes = [abs(error) for error in errors.values()]
@@ -64,3 +75,105 @@ def main(own: flags.FlagValues) -> None:
     print(
         f"left out one by one: {summary['left_out_mean']:.1%} off on average, {summary['left_out_worst']:.1%} at most"
     )
+
+
+@dataclasses.dataclass(frozen=True)
+class PublishedRun:
+    """One published run, and our program of the same shape."""
+
+    name: str
+    topology: str
+    rows_per_chip: float
+    config: dict  # keys of a config that differ from its defaults
+    published_seconds: float  # of one step
+    recomputed_seconds: float  # of arithmetic that our program recomputes and theirs does not
+    source: str
+    costs: Costs  # of our program, aggregated by `summed`
+
+    @property
+    def generation(self) -> str:
+        return self.topology.split(":")[0]
+
+    @property
+    def seconds(self) -> float:
+        """The step time that our program would have had."""
+        return self.published_seconds + self.recomputed_seconds
+
+    @property
+    def expected(self) -> float:
+        """Our estimate in seconds, before the calibration factor."""
+        return estimate(self.costs, find_chip(self.topology)).expected
+
+
+def read_runs() -> list[PublishedRun]:
+    """The published runs that ship with the package."""
+    stored = resources.files("refusion_jax.planning").joinpath(FILE).read_bytes()
+    return parse_json(stored, list[PublishedRun], FILE)
+
+
+def write_runs(runs: Sequence[PublishedRun]) -> str:
+    """The text of a file that `read_runs` reads."""
+    return "[\n" + ",\n".join(json.dumps(dataclasses.asdict(run)) for run in runs) + "\n]\n"
+
+
+def compiled_again(run: PublishedRun) -> PublishedRun:
+    """The run with our program compiled and counted again."""
+    config = default_config()
+    config.update_from_flattened_dict(run.config)
+    chip, devices = find_chip(run.topology), len(tpu_devices(run.topology, 1))
+    config.batch_size = int(run.rows_per_chip * devices / chip.per_chip)
+    compiled = compile_program(lower_train, (config.to_json(), run.topology, 1), memory_only=True)
+    return dataclasses.replace(run, costs=summed(count(compiled.module, devices), run.topology))
+
+
+def summed(costs: Costs, topology: str) -> Costs:
+    """The same costs with operations summed by what bounds them on these chips, which keeps the roofline."""
+    chip, sums = find_chip(topology), {}
+    for o in costs.operations:
+        reached = chip.peak_flops * min(1.0, o.width / chip.matrix_unit)
+        key = o.width, o.flops / reached >= o.bytes / chip.hbm_bandwidth
+        flops, size = sums.get(key, (0.0, 0.0))
+        sums[key] = flops + o.times * o.flops, size + o.times * o.bytes
+    operations = tuple(
+        Operation(1, flops, 0, width) if arithmetic else Operation(1, 0, size, width)
+        for (width, arithmetic), (flops, size) in sums.items()
+    )
+    return dataclasses.replace(costs, operations=operations)
+
+
+def calibrate(runs: Sequence[PublishedRun]) -> dict[str, Calibration]:
+    """The factor of every generation with at least two runs, and the spread to expect of a further run.
+
+    The spread is the deviation of single runs from the mean of their generation: pooled over all generations, because
+    each has few runs, or its own where that is larger.
+    """
+    logs = _logs(runs)
+    logs = {generation: found for generation, found in logs.items() if len(found) > 1}
+    squares = sum((x - statistics.mean(found)) ** 2 for found in logs.values() for x in found)
+    pooled = math.sqrt(squares / sum(len(found) - 1 for found in logs.values()))
+    return {
+        generation: Calibration(
+            factor=math.exp(statistics.mean(found)),
+            spread=math.expm1(2 * max(pooled, statistics.stdev(found)) * math.sqrt(1 + 1 / len(found))),
+            runs=len(found),
+        )
+        for generation, found in logs.items()
+    }
+
+
+def left_out_errors(runs: Sequence[PublishedRun]) -> dict[str, float]:
+    """Relative error of predicting each run from the others of its generation, by name of the run."""
+    errors = {}
+    for run in runs:
+        others = _logs([r for r in runs if r is not run]).get(run.generation)
+        if others:
+            errors[run.name] = math.exp(statistics.mean(others)) * run.expected / run.seconds - 1
+    return errors
+
+
+def _logs(runs: Sequence[PublishedRun]) -> dict[str, list[float]]:
+    """Logarithms of published over estimated step times, by generation."""
+    found: dict[str, list[float]] = {}
+    for run in runs:
+        found.setdefault(run.generation, []).append(math.log(run.seconds / run.expected))
+    return found

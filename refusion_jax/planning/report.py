@@ -197,15 +197,7 @@ def _compiler(compiled: Compiled, memory_only: bool) -> dict:
 
 def to_json(record: dict) -> str:
     """One line of JSON, with floats rounded to six digits."""
-
-    def rounded(value):
-        if isinstance(value, float):
-            return float(f"{value:.6g}")
-        if isinstance(value, dict):
-            return {key: rounded(v) for key, v in value.items()}
-        return [rounded(v) for v in value] if isinstance(value, list) else value
-
-    return json.dumps(rounded(record))
+    return json.dumps(json.loads(json.dumps(record), parse_float=lambda text: float(f"{float(text):.6g}")))
 
 
 def to_table(r: dict) -> Table:

@@ -5,6 +5,7 @@ All training comes before all decoding, so that this process holds no device whi
 
 import dataclasses
 import functools
+import itertools
 import json
 import math
 import time
@@ -177,9 +178,8 @@ class Comparison:
         names = {}
         for (curve, _), (run, point) in zip(chosen, self._on_first_seed(chosen, runs), strict=True):
             names.setdefault(curve.name, f"{run.name} {point}")
-        kept = [[line.get("scene") for _, line in read_json_lines(self._answers(name))] for name in names.values()]
-        shown = [scenes[:PLAYED] for scenes in kept if scenes[0]]  # an older session kept none
-        rows = [[to_type(scene, Scene, "answers") for scene in row] for row in zip(*shown, strict=True)]
+        kept = [itertools.islice(read_json_lines(self._answers(name)), PLAYED) for name in names.values()]
+        rows = [[to_type(line["scene"], Scene, "answers") for _, line in row] for row in zip(*kept, strict=True)]
         if rows:
             write_file(self._directory / "decodings.html", page(list(enumerate(rows))))
 

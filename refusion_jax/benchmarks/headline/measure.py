@@ -83,7 +83,7 @@ def score(
     repeats: int = 1,
     decodings: Decodings | None = None,
 ) -> tuple[dict[str, Any], list[str], float]:
-    """(fields of `results.Scored`, texts of answers, median of tokens per second); `decodings` get the first answers."""
+    """(fields of `results.Scored`, texts of answers, median tokens per second); `decodings` get the first answers."""
     queue = _Queue(problems, subject, budget, BATCH_SIZES[-1], decodings)
     answers, speeds = queue.decode(repeats)
     for index in range(min(PLAYED, len(problems))) if decodings else ():
