@@ -156,7 +156,9 @@ def test_prompts_of_any_length_are_prefilled_in_chunks(length):
     tokens, at = jnp.asarray(given[:, :length]), jnp.asarray(positions[:, :length])
     _, whole = model.extend(tokens, at, none, jnp.zeros(2, int), causal)
     for ours, expected in zip(jax.tree.leaves(cache.entries), jax.tree.leaves(kv.stored(whole)), strict=True):
-        np.testing.assert_allclose(ours[:, :, :, :length], expected, atol=2e-6)
+        np.testing.assert_allclose(
+            ours[:, :, :, :length], expected, atol=5e-6
+        )  # sums in another order: up to 3e-6 with jax 0.12
 
 
 def test_the_cache_holds_the_text_and_one_forward_and_nothing_more():

@@ -1,6 +1,7 @@
 """Counting a compiled program: FLOPs, memory traffic and collectives of programs small enough to count by hand."""
 
 import dataclasses
+import re
 
 import pytest
 
@@ -46,6 +47,29 @@ def test_a_loop_counts_as_often_as_it_runs_and_once_where_the_data_decides():
     assert costs.bytes == 5 * (4 * (4 * 8 + 8 * 8 + 4 * 8) + 3 * 4)  # the product, and the counter's addition
     open_ended = LOOP.replace("compare(%i.1, %limit), direction=LT", "compare(%i.1, %limit), direction=NE")
     assert count(parse(open_ended), chips_per_slice=1).flops == 2 * 4 * 8 * 8
+
+
+def test_elements_of_tuples_are_found_where_they_are_used():
+    """Since jax 0.12 the operand %tuple#1 stands for an instruction of its own."""
+    written_out = re.compile(r"\n  %(\S+) = \S+ get-tuple-element\(%(\S+)\), index=(\d)")
+    short = LOOP
+    for name, of, index in written_out.findall(LOOP):
+        short = (
+            written_out.sub("", short, 1)
+            .replace(f"%{name},", f"%{of}#{index},")
+            .replace(f"%{name})", f"%{of}#{index})")
+        )
+    assert "get-tuple-element" not in short
+    assert count(parse(short), chips_per_slice=1) == count(parse(LOOP), chips_per_slice=1)
+    nested = """
+HloModule nested
+
+ENTRY %main (x: ((f32[8], f32[4,8]), f32[16])) -> f32[4] {
+  %x = ((f32[8]{0}, /*index=1*/f32[4,8]{1,0:T(8,128)}), f32[16]{0}) parameter(0)
+  ROOT %y = f32[4]{0} dot(%x#0#1, %x#0#0), lhs_contracting_dims={1}, rhs_contracting_dims={0}
+}
+"""
+    assert count(parse(nested), chips_per_slice=1).bytes == 4 * (4 * 8 + 8 + 4)
 
 
 def collective(line: str, chips_per_slice: int = 8) -> Collective:

@@ -96,31 +96,61 @@ class Module:
 
 def parse(text: str) -> Module:
     """Parses a program as XLA prints it; ValueError where the text holds none."""
-    computations, entry, name, found = {}, None, None, {}
+    computations, entry, name, found, types = {}, None, None, {}, {}
     text = re.sub(r"(kernel_metadata=\{)\n(.*)\n\}", r"\1\2}", text)  # the only attribute with line breaks
     for line in text.splitlines():
         if header := _HEADER.match(line):
-            name, found = header[2], {}
+            name, found, types = header[2], {}, {}
             entry = name if header[1] else entry
         elif line.startswith("}") and name:
             computations[name] = Computation(name, found)
             name = None
         elif name and (match := _INSTRUCTION.match(line)):
-            found[match[2]] = _instruction(match[2], match[3], is_root=bool(match[1]))
+            types[match[2]], instruction = _instruction(match[2], match[3], is_root=bool(match[1]))
+            found |= _elements(instruction, types)
+            found[match[2]] = instruction
     if entry is None:
         raise ValueError("the text holds no HLO program")
     return Module(computations, entry)
 
 
-def _instruction(name: str, text: str, is_root: bool) -> Instruction:
+def _instruction(name: str, text: str, is_root: bool) -> tuple[str, Instruction]:
+    """(type of the result, instruction)."""
     end = _closing(text, 0) + 1 if text.startswith("(") else text.index(" ")
     result, rest = text[:end], text[end:].lstrip()
     opening = rest.index("(")
     closing = _closing(rest, opening)
     inside = rest[opening + 1 : closing]
     opcode = rest[:opening]
-    operands = (inside,) if opcode in ("parameter", "constant") else tuple(re.findall(r"%([\w.\-]+)", inside))
-    return Instruction(name, opcode, shapes(result), operands, rest[closing + 1 :], is_root)
+    operands = (inside,) if opcode in ("parameter", "constant") else tuple(re.findall(r"%([\w.\-#]+)", inside))
+    return result, Instruction(name, opcode, shapes(result), operands, rest[closing + 1 :], is_root)
+
+
+def _elements(instruction: Instruction, types: dict[str, str]) -> dict[str, Instruction]:
+    """The get-tuple-element instructions for operands that jax 0.12 writes as %tuple#index."""
+    made = {}
+    for operand in instruction.operands if instruction.opcode not in ("parameter", "constant") else ():
+        parent, *indices = operand.split("#")
+        for index in indices:
+            name = f"{parent}#{index}"
+            types[name] = _split(types[parent])[int(index)]
+            made[name] = Instruction(
+                name, "get-tuple-element", shapes(types[name]), (parent,), f", index={index}", is_root=False
+            )
+            parent = name
+    return made
+
+
+def _split(tuple_type: str) -> list[str]:
+    """The types of the elements of a tuple."""
+    parts, depth = [""], 0
+    for character in re.sub(r"/\*.*?\*/", "", tuple_type)[1:-1]:  # without /*index=5*/
+        depth += {"(": 1, "[": 1, "{": 1, ")": -1, "]": -1, "}": -1}.get(character, 0)
+        if character == "," and depth == 0:
+            parts.append("")
+        else:
+            parts[-1] += character
+    return [part.strip() for part in parts]
 
 
 def _closing(text: str, opening: int) -> int:
