@@ -17,18 +17,23 @@ BY_CONFIDENCE = -1  # the rank of a slot whose turn the plan decides
 
 
 @struct.dataclass
-class Canvas:
-    """The slots of each row in the text; entries of size 0 are padding."""
+class Block:
+    """Some slots of each row: all, or those of a serial block."""
 
     start: Int32[ArrayLike, "R N"]  # position of each slot's first token in the text
-    size: Int32[ArrayLike, "R N"]  # its tokens: slot_size, or fewer in the last slot of a gap
+    size: Int32[ArrayLike, "R N"]  # its tokens: slot_size, or fewer in the last slot of a gap; 0 where there is no slot
     ends_from: Int32[ArrayLike, "R N"]  # the first position of the text at which an EOS may be written
     rank: Int32[ArrayLike, "R N"]  # when a slot's turn is, see `ranks`
+
+
+@struct.dataclass
+class Canvas(Block):
+    """The slots of each row."""
+
     per_block: Int32[ArrayLike, "R"]  # slots of a serial block
 
     @classmethod
     def of(cls, requests: Sequence[Request], slots: int) -> "Canvas":
-        """The slots of some requests, as numpy arrays with N = slots."""
         start, size, ends_from = np.zeros((3, len(requests), slots), np.int32)
         per_block = np.ones(len(requests), np.int32)
         rank = np.full(start.shape, BY_CONFIDENCE, np.int32)
@@ -39,27 +44,16 @@ class Canvas:
             rank[row, :n], per_block[row] = ranks(request), slots_a_block(request)
         return cls(start, size, ends_from, rank, per_block)
 
-
-@struct.dataclass
-class Block:
-    """The slots of a serial block of each row."""
-
-    start: Int32[Array, "B M"]  # position of each slot's first token
-    size: Int32[Array, "B M"]  # 0 where there is no slot
-    ends_from: Int32[Array, "B M"]  # the first position at which an EOS may be written
-    rank: Int32[Array, "B M"]  # when its turn is, or BY_CONFIDENCE
-
-    @classmethod
-    def of(cls, canvas: Canvas, index: Int32[Array, "B"], slots: int) -> "Block":
-        """The slots of serial block `index` of each row, with M = slots; empty after the last block."""
-        slot, N = jnp.arange(slots)[None], canvas.size.shape[1]
-        at = index[:, None] * canvas.per_block[:, None] + slot
-        exists = (slot < canvas.per_block[:, None]) & (at < N)
+    def block(self, index: Int32[Array, "B"], slots: int) -> Block:
+        """The M = slots slots of serial block `index` of each row; empty after the last block."""
+        slot, N = jnp.arange(slots)[None], self.size.shape[1]
+        at = index[:, None] * self.per_block[:, None] + slot
+        exists = (slot < self.per_block[:, None]) & (at < N)
         start, size, ends_from, rank = (
             jnp.take_along_axis(x, jnp.minimum(at, N - 1), axis=1)
-            for x in (canvas.start, canvas.size, canvas.ends_from, canvas.rank)
+            for x in (self.start, self.size, self.ends_from, self.rank)
         )
-        return cls(start, jnp.where(exists, size, 0), ends_from, rank)
+        return Block(start, jnp.where(exists, size, 0), ends_from, rank)
 
 
 def slots_of(request: Request) -> tuple[list[int], list[int]]:

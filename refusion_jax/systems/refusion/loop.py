@@ -61,7 +61,6 @@ class State(RowState):
 
     @property
     def rounds(self) -> Int32[Array, "B"]:
-        """Plans that were followed."""
         return self.plans
 
 
@@ -128,9 +127,8 @@ class SlotDecoder(Decoder):
         return Layout.of(requests, self.cache_length, Canvas.of(requests, self.slots))
 
     def init(self, model: Transformer, layout: Layout, keys: Key[Array, "B"]) -> State:
-        """The initial state: prompts are prefilled, and the first forward plans."""
         zeros = jnp.zeros(keys.shape, jnp.int32)
-        first_block = Block.of(layout.places, zeros, self.block_slots)
+        first_block = layout.places.block(zeros, self.block_slots)
         drafts = jnp.zeros((*first_block.size.shape, self.slot_size), jnp.int32)
         nothing = Reading(drafts, drafts * 0.0, drafts * 0.0)
         work = self.begin(drafts[:, :, 0] > 0, first_block, nothing, layout.settings)
@@ -152,7 +150,6 @@ class SlotDecoder(Decoder):
         )
 
     def sizes(self, model: Transformer, rows: int) -> Sizes:
-        """Compiled sizes for a batch of this many rows."""
         return Sizes.of(model, rows, self.width, self.block, self.budget, self.slot_size)
 
     def scored(self, model: Transformer, rows: int) -> int:
@@ -161,7 +158,7 @@ class SlotDecoder(Decoder):
     def step(self, model: Transformer, s: State) -> State:
         """One forward: drafts, a plan and guesses are fed; the phase of each row judges what is read there."""
         sizes = self.sizes(model, len(s.block))
-        here, following = (Block.of(s.places, s.block + i, self.block_slots) for i in (0, 1))
+        here, following = (s.places.block(s.block + i, self.block_slots) for i in (0, 1))
         needs = self.needs(s.work, here)
         plan_block, planned, shape, room = self.choose_plan(s, needs, here, following, sizes)
 
@@ -279,11 +276,7 @@ class SlotDecoder(Decoder):
     ) -> tuple[Work, Bool[Array, "B M K"]]:
         """(the next work of each row, unless a next plan is ready; the drafts to commit).
 
-        Args:
-          work, here: of the forward pass: each row's work, and its block.
-          guess: as it was fed.
-          readings: of the drafts, the plan and the guess.
-          settings: of each row.
+        `guess` is as it was fed; there are readings of the drafts, the plan and the guess.
         """
         raise NotImplementedError
 
