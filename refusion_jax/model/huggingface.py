@@ -3,7 +3,7 @@
 import functools
 import json
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -16,7 +16,7 @@ from safetensors.numpy import save_file
 from refusion_jax.cli.errors import UserError
 from refusion_jax.cli.progress import track
 from refusion_jax.distributed.storage import replacing, write_file
-from refusion_jax.model.huggingface_config import NONE, Config, Releases, describe, read_with_names
+from refusion_jax.model.huggingface_config import NONE, Releases, describe, read_with_names
 from refusion_jax.model.shape import ModelConfig
 from refusion_jax.model.tensor_files import INDEX, Tensors
 from refusion_jax.model.tensor_layout import Part, layout, tensor_names
@@ -31,23 +31,18 @@ def load_params(
     progress: Callable[[], None] = lambda: None,
     releases: Releases = NONE,
 ) -> dict[str, Any]:
-    """Reads all weights, tensor by tensor, straight into (sharded) arrays.
-
-    The host holds one tensor at a time in addition to the arrays themselves.
+    """Reads all weights, tensor by tensor, straight into (sharded) arrays: the host holds one tensor besides them.
 
     Args:
-      path: the Hugging Face directory.
+      path, releases: as for `huggingface_config.read_config`.
       target: shapes, dtypes and shardings of our weights; rows that their embedding lacks become zeros.
       progress: called after each part of a weight.
-      releases: as for `huggingface_config.read_config`.
 
     Raises:
       UserError: as `Tensors`; where a tensor would be left over; and where a weight is infinite or not a number, in the
         file or in the target's dtype.
     """
-    tensors, (config, renamed) = Tensors(path), read_with_names(path, releases)
-    weights = dict(layout(target, config.model_type, renamed, config.vocab_size))
-    _refuse_others(tensors, config, renamed, {part.tensor for parts in weights.values() for part in parts})
+    tensors, weights = _open(path, target, releases)
 
     def read(part: Part, target: jax.ShapeDtypeStruct) -> jax.Array:
         placed = _place(part.ours(tensors.read(part.tensor, part.whole)), target)
@@ -69,17 +64,9 @@ def open_params(
 ) -> Callable[[tuple[str, ...], slice], np.ndarray]:
     """Reads a part of one weight at a time: (its path in the tree, entries of its first axis) -> these entries.
 
-    Args:
-      path: the Hugging Face directory.
-      target: anything that has the shapes of our weights.
-      releases: as for `huggingface_config.read_config`.
-
-    Raises:
-      UserError: as `load_params`, here and on reading.
+    The target is anything that has the shapes of our weights; the rest is as for `load_params`, on reading, too.
     """
-    tensors, (config, renamed) = Tensors(path), read_with_names(path, releases)
-    weights = dict(layout(target, config.model_type, renamed, config.vocab_size))
-    _refuse_others(tensors, config, renamed, {part.tensor for parts in weights.values() for part in parts})
+    tensors, weights = _open(path, target, releases)
 
     def read(name: tuple[str, ...], part: slice) -> np.ndarray:
         *stack, last = name
@@ -110,20 +97,19 @@ def _stacked(parts: list[Part], goal: jax.ShapeDtypeStruct, read: Callable) -> j
     return stacked
 
 
-def _refuse_others(tensors: Tensors, config: Config, renamed: Mapping[str, str], known: set[str]) -> None:
-    """Refuses tensors that would be left over: without them it would be another model.
-
-    Raises:
-      UserError: naming the file and the tensor.
-    """
+def _open(path: epath.Path, target: dict[str, Any], releases: Releases) -> tuple[Tensors, dict[tuple, list[Part]]]:
+    """The tensors of a directory, and the parts of each weight; none may be left over, or it would be another model."""
+    tensors, (config, renamed) = Tensors(path), read_with_names(path, releases)
+    weights = dict(layout(target, config.model_type, renamed, config.vocab_size))
     names = tensor_names(config.model_type, renamed)
-    for name in sorted(tensors.names - known):
+    for name in sorted(tensors.names - {part.tensor for parts in weights.values() for part in parts}):
         if name == names["lm_head"]:  # of tied weights, which some save twice
             shape = (config.vocab_size, config.hidden_size)
             if np.array_equal(tensors.read(name, shape), tensors.read(names["embed_tokens"], shape)):
                 continue
         if not name.endswith(".rotary_emb.inv_freq"):  # which follows from rope_theta
             raise UserError(f"{tensors.place_of(name)}: {name} has no place in the model that config.json describes")
+    return tensors, weights
 
 
 def _place(tensor: np.ndarray, target: jax.ShapeDtypeStruct) -> jax.Array:
@@ -158,21 +144,14 @@ def count_parts(target: dict[str, Any], config: ModelConfig) -> int:
 
 
 def read_dtype(path: epath.Path) -> str:
-    """The dtype in which no weight of a directory is rounded: "bfloat16", or "float32" for any other.
-
-    Raises:
-      UserError: as `Tensors`.
-    """
+    """The dtype in which no weight of a directory is rounded: "bfloat16", or "float32" for any other."""
     return "bfloat16" if Tensors(path).dtype == jnp.bfloat16 else "float32"
 
 
 def save(model: Transformer, path: epath.PathLike, objective: str | None = None) -> None:
     """Writes a directory that `transformers` loads: safetensors shards, their index, and last config.json.
 
-    Args:
-      model: in the dtype that shall be written.
-      path: an empty directory, or one that is made.
-      objective: the system that trained it, where it is known.
+    The model has the dtype that shall be written; `path` is empty or made; `objective` is the system that trained it.
     """
     path = epath.Path(path)
     tensors = _their_tensors(nnx.to_pure_dict(nnx.state(model)), model.config)

@@ -72,13 +72,7 @@ class Transformer(nnx.Module):
     def __call__(
         self, tokens: Int32[Array, "B T"], positions: Int32[Array, "B T"], visibility: Visibility
     ) -> Float32[Array, "B T V"]:
-        """Logits of packed rows.
-
-        Args:
-          tokens: of the rows.
-          positions: each token's place in its text (RoPE), whatever its physical index.
-          visibility: which tokens attend to which.
-        """
+        """Logits of packed rows; a position is a token's place in its text (RoPE), whatever its physical index."""
         return self.logits(self.hidden(tokens, positions, visibility))
 
     def cross_entropy(
@@ -91,12 +85,8 @@ class Transformer(nnx.Module):
     ) -> tuple[Float32[Array, "B T"], Load | None]:
         """(-log p(label) of packed rows, without ever holding their logits; the load of the experts, if there are any).
 
-        Rows that are split over chips are folded for it (batch/folding.py), so that none waits for the last one.
-
-        Args:
-          tokens, positions, visibility: as for a call.
-          labels: of each token.
-          is_labelled: the others cost nothing, and are 0.
+        Rows that are split over chips are folded for it (batch/folding.py), so that none waits for the last one. Tokens
+        without a label cost nothing, and are 0.
         """
         head = widened(self._head.get_value(), self.dtype)
         parts = shard_count_here("length")
@@ -142,7 +132,8 @@ class Transformer(nnx.Module):
         """
         ragged = ragged or Ragged.whole(*tokens.shape)
         attend = attend_over(cached, length, visible, ragged)
-        return self._run(self.embedded(ragged.pack(tokens)), ragged.pack(positions), attend)[:2]
+        x, new, _ = self.through_layers(self.embedded(ragged.pack(tokens)), ragged.pack(positions), attend)
+        return self.normed(x), new
 
     def empty_cache(self, rows: int, capacity: int) -> KeyValues:
         """Entries that mean nothing yet, of `cache_dtype`, as `extend` takes them."""
@@ -172,8 +163,8 @@ class Transformer(nnx.Module):
         if self.reads is not None:
             read = self.reads.hidden(tokens, positions, visibility)
             x = jnp.where((visibility.group == 0)[:, :, None], self.embedded_with(tokens, read), x)
-        x, _, load = self._run(x, positions, attend, visibility.segment_ids > 0)
-        return x, load
+        x, _, load = self.through_layers(x, positions, attend, visibility.segment_ids > 0)
+        return self.normed(x), load
 
     @property
     def weight_bytes(self) -> int:
@@ -218,7 +209,6 @@ class Transformer(nnx.Module):
           weights: "same", "int8" or "int4": those of products. Of int4, embeddings and experts are in int8.
           cache: "same", "int8" or "int4", of the caches that decoders make for it.
         """
-
         graphdef, state = nnx.split(self)
         of = functools.partial(rounded_weight, weights=weights)
         state = jax.tree.map(of, state, is_leaf=lambda p: isinstance(p, nnx.Variable))
@@ -227,11 +217,6 @@ class Transformer(nnx.Module):
             if cache != "same" and isinstance(each, Transformer):
                 each.cache_dtype = jnp.dtype(cache)
         return model
-
-    def _run(self, x, positions, attend: Callable, is_real: Any = None) -> tuple[jax.Array, Any, Load | None]:
-        """Runs the layers; arguments and results are those of `through_layers`, but for the final norm."""
-        x, kept, load = self.through_layers(x, positions, attend, is_real)
-        return self.normed(x), kept, load
 
     def embedded(self, tokens: Int32[Array, "B T"]) -> Float[Array, "B T D"]:
         """The embeddings that the first layer reads."""
@@ -247,16 +232,12 @@ class Transformer(nnx.Module):
     def through_layers(
         self, x: Float[Array, "B T D"], positions: Int32[Array, "B T"], attend: Callable, is_real: Any = None
     ) -> tuple[Float[Array, "B T D"], Any, Load | None]:
-        """Runs the layers.
+        """Runs the layers: (what the final norm reads, what was kept, stacked over layers, the load summed over them).
 
         Args:
-          x: what the first one reads.
-          positions: of the tokens.
+          x, positions: what the first one reads, of each token.
           attend: (q, k, v, number of the layer) -> ([B, T, N, H], what to keep of this layer).
           is_real: [B, T] bool, tokens that count for the load of experts; None: it is not wanted.
-
-        Returns:
-          (what the final norm reads, what was kept, stacked over layers, the load summed over them).
         """
         c = self.config
         size = int(c.head_dim * c.partial_rotary_factor)
@@ -326,7 +307,6 @@ class ApproximateHead(Wrapper):
         self.rounded_head = nnx.Param(rounded_head(model.output_head), logical_axes=("vocab", None), summed=())
 
     def logits(self, x: Float[Array, "B T D"]) -> Float32[Array, "B T V"]:
-        """The logits of the best `head_rows` rows."""
         return shortlisted_logits(x, self.output_head, self.rounded_head.get_value(), self.head_rows)
 
 
