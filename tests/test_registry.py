@@ -53,8 +53,9 @@ def test_a_system_that_is_not_whole_is_named_and_breaks_no_other(folder, capsys,
     assert re.fullmatch(f"{re.escape(str(folder))}/broken.py is left out: {why}.*", line)
 
 
-def test_a_new_system_is_found_by_its_name_and_trains_and_decodes(tmp_path):
+def test_a_new_system_is_found_by_its_name_and_trains_and_decodes(monkeypatch):
     """Registered from outside: no file of the package knows it."""
+    monkeypatch.setattr(registry, "_registered", {})
     llada = registry.systems()["llada"]
     named = lambda name: dataclasses.replace(llada.section, name=name)  # noqa: E731
     toy = dataclasses.replace(
@@ -65,24 +66,20 @@ def test_a_new_system_is_found_by_its_name_and_trains_and_decodes(tmp_path):
         section=named("toy"),
     )
     registry.register(toy)
-    try:
-        config = config_with(objective="toy", **{"toy.padding": 0.5})
-        assert make_objective(config, MASK).padding == 0.5
-        model = sharp_model()
-        assert decode(model, PROMPTS, settings("toy")) == decode(model, PROMPTS, settings("llada"))
-        with pytest.raises(UserError, match="has this name"):
-            registry.register(dataclasses.replace(toy, section=named("other")))
-        odd = dataclasses.make_dataclass(
-            "Odd", [("block_length", float, setting(0.5, "A share"))], bases=(Settings,), frozen=True
+    config = config_with(objective="toy", **{"toy.padding": 0.5})
+    assert make_objective(config, MASK).padding == 0.5
+    model = sharp_model()
+    assert decode(model, PROMPTS, settings("toy")) == decode(model, PROMPTS, settings("llada"))
+    with pytest.raises(UserError, match="has this name"):
+        registry.register(dataclasses.replace(toy, section=named("other")))
+    odd = dataclasses.make_dataclass(
+        "Odd", [("block_length", float, setting(0.5, "A share"))], bases=(Settings,), frozen=True
+    )
+    other = {"other": type("Other", (llada.decoders["llada"],), {"settings": odd})}
+    with pytest.raises(UserError, match="its --decode.block_length is of type float, and that of '.*' of type int"):
+        registry.register(
+            dataclasses.replace(toy, name="other", section=named("other"), decoders=other, references={"other": print})
         )
-        other = {"other": type("Other", (llada.decoders["llada"],), {"settings": odd})}
-        with pytest.raises(UserError, match="its --decode.block_length is of type float, and that of '.*' of type int"):
-            registry.register(
-                dataclasses.replace(
-                    toy, name="other", section=named("other"), decoders=other, references={"other": print}
-                )
-            )
-    finally:
-        registry.unregister("toy")
+    monkeypatch.undo()
     with pytest.raises(UserError, match="method=toy: unknown; known: "):
         settings("toy")

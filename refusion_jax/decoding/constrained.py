@@ -26,7 +26,7 @@ answer, U words of 32 bits, V vocabulary.
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any, Protocol, Self
+from typing import Any, Self, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -44,28 +44,12 @@ from refusion_jax.decoding.sampling import mask_logits, put, run_length, sample
 from refusion_jax.decoding.trajectory import tell_drafts
 from refusion_jax.distributed.processes import fetch
 from refusion_jax.distributed.sharding import sharding
-from refusion_jax.model.shape import ModelConfig
 from refusion_jax.model.transformer import Transformer
 
 _REACH = 8  # N, at least: with `{"key": "` in byte pairs three or four tokens are forced at a time
 
 
-class Matcher(Protocol):
-    """A grammar and the tokens that it has consumed, as llguidance's LLMatcher."""
-
-    def deep_copy(self) -> "Matcher": ...
-
-    def compute_bitmask(self) -> bytes:
-        """One bit for each token, whether it may come next; with EOS, where the text may end."""
-        ...
-
-    def consume_tokens(self, tokens: list[int]) -> bool: ...
-
-    def rollback(self, count: int) -> bool: ...
-
-    def get_error(self) -> str:
-        """Why it cannot go on; empty if it can."""
-        ...
+Matcher: TypeAlias = Any  # a grammar and the tokens that it has consumed: llguidance.LLMatcher, which is optional
 
 
 @struct.dataclass
@@ -88,13 +72,8 @@ class Constrained(Continuer):
     from_masks: bool  # whether a mask predicts the first token of a slot
 
     @classmethod
-    def of(cls, decoder: Decoder, requests: Sequence[Request], model: ModelConfig) -> Self:
-        """The decoder of requests with grammars for the models of another one.
-
-        Args:
-          decoder: that serves these requests without their grammars.
-          requests: from `prepare`.
-          model: its shape.
+    def of(cls, decoder: Decoder, requests: Sequence[Request]) -> Self:
+        """The decoder of requests from `prepare` with grammars, from the one that serves them without.
 
         Raises:
           UserError: where the decoder's models have no next token, or a request has gaps or no grammar.
@@ -174,7 +153,7 @@ def bits(words: Int32[Array, "B N U"], count: int) -> Bool[Array, "B N V"]:
 
 
 class ConstrainedBatch(RunningBatch):
-    """A batch whose rows have grammars; it runs one forward at a time."""
+    """A batch whose rows have grammars; it runs one forward at a time, or none if `run` is given most=0."""
 
     def __init__(self, model: Transformer, decoder: Constrained, like: Request, rows: int, *how: Any):
         super().__init__(model, decoder, like, rows, *how)
@@ -191,7 +170,6 @@ class ConstrainedBatch(RunningBatch):
         return rows
 
     def run(self, finished: int, most: int = UNTIL_DONE) -> None:
-        """Starts one forward, or none if `most` is 0."""
         if most:
             self._give_drafts()
         super().run(finished, min(most, 1))

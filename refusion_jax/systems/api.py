@@ -68,11 +68,7 @@ def _joined(by_method: dict[str, Setting]) -> Setting:
 
 
 def check_settings(method: str, given: Mapping[str, Any]) -> None:
-    """Refuses settings that a decoder does not have.
-
-    Raises:
-      SettingError: naming the first, and the settings that the decoder has.
-    """
+    """Raises SettingError for settings that a decoder does not have, naming the first, and those that it has."""
     own = declared(find_decoder(method).settings)
     for name in given:
         if name not in own:
@@ -80,11 +76,7 @@ def check_settings(method: str, given: Mapping[str, Any]) -> None:
 
 
 def read_settings(pairs: Sequence[str], flag: str) -> dict[str, Any]:
-    """Settings from NAME=VALUE pairs, given by `flag`.
-
-    Raises:
-      UserError: where a pair names no setting, or its value has the wrong type.
-    """
+    """Settings from NAME=VALUE pairs, given by `flag`; UserError for another name, or a value of the wrong type."""
     known, settings = all_settings(), {}
     for pair in pairs:
         name, _, text = pair.partition("=")
@@ -142,14 +134,10 @@ def stream(
 ) -> Iterator[tuple[int, Answer]]:
     """Decodes a queue of requests from `prepare`, at least one, and yields (index, answer) as answers finish.
 
-    Args:
-      model: from `load_model`.
-      requests: their settings name the decoder and the batch size.
-      decoder: with compiled sizes that several calls share; by default the smallest for these requests.
-      watch, every, record: as for `queue.stream`.
+    Their settings name the decoder and the batch size; `watch`, `every` and `record` are those of `queue.stream`.
 
-    Raises:
-      UserError: where the decoder cannot serve them together.
+    Args:
+      decoder: with compiled sizes that several calls share; by default that of `decoder_for`.
     """
     settings = requests[0].settings
     check_auxiliaries(model, settings)
@@ -178,10 +166,8 @@ def play(
 def decoder_for(requests: Sequence[Request], model: ModelConfig) -> Decoder:
     """The decoder that the settings of the requests name, with the smallest sizes that serve them.
 
-    For requests with grammars it is one that follows them, on the models of the named one.
-
-    Raises:
-      UserError: where it cannot serve them together.
+    For requests with grammars it is one that follows them, on the models of the named one. UserError where it cannot
+    serve them together.
     """
     settings = requests[0].settings
     decoder = find_decoder(settings.method)
@@ -193,4 +179,4 @@ def decoder_for(requests: Sequence[Request], model: ModelConfig) -> Decoder:
             why = "only writes after what is given; it cannot fill templates"
             raise UserError(f"{request.name}: the decoder {settings.method!r} {why}")
     own = decoder.for_requests(requests, model)
-    return own if all(request.grammar is None for request in requests) else Constrained.of(own, requests, model)
+    return own if all(request.grammar is None for request in requests) else Constrained.of(own, requests)

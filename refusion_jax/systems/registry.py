@@ -24,20 +24,11 @@ _registered: dict[str, System] = {}
 
 
 def register(system: System) -> System:
-    """Registers a system by its name.
-
-    Raises:
-      UserError: where it lacks something or takes something from the others, see `_check`.
-    """
+    """Registers a system by its name; UserError where it lacks something or takes something from the others."""
     if system not in systems().values():
         _check(system, systems().values())
         _registered[system.name] = system
     return system
-
-
-def unregister(name: str) -> None:
-    """Removes a system that was registered."""
-    _registered.pop(name)
 
 
 def systems() -> dict[str, System]:
@@ -73,13 +64,7 @@ def _entry_points() -> Iterator[tuple[str, Callable[[], System]]]:
 
 
 def _check(system: System, others: Iterable[System]) -> None:
-    """Checks that a system is whole and takes nothing from others.
-
-    Raises:
-      UserError: where something that a system must have is missing; or where one of the others has its name, the name
-        of one of its decoders, or its section of the config, or a decode setting of the same name, which is the same
-        flag, and of another type.
-    """
+    """Raises UserError where a system is not whole, or takes something from the others."""
     for name, lacks in _missing(system):
         raise UserError(f"system {system.name!r}: {name} has no {lacks}")
     for other in others:
@@ -137,11 +122,7 @@ def trainable() -> list[str]:
 
 
 def find_system(name: str) -> System:
-    """The trainable system of this name.
-
-    Raises:
-      SettingError: where there is none.
-    """
+    """The trainable system of this name; SettingError where there is none."""
     if name not in trainable():
         raise SettingError("config", "objective", name, f"unknown; known: {', '.join(trainable())}")
     return systems()[name]
@@ -153,11 +134,7 @@ def decoders() -> dict[str, type[Decoder]]:
 
 
 def find_decoder(method: str) -> type[Decoder]:
-    """The decoder of this name.
-
-    Raises:
-      SettingError: where there is none.
-    """
+    """The decoder of this name; SettingError where there is none."""
     known = decoders()
     if method not in known:
         raise SettingError("decode", "method", method, f"unknown; known: {', '.join(known)}")
@@ -165,11 +142,7 @@ def find_decoder(method: str) -> type[Decoder]:
 
 
 def system_of(method: str) -> System:
-    """The system that has a decoder.
-
-    Raises:
-      SettingError: where there is no such decoder.
-    """
+    """The system that has a decoder; SettingError where there is no such decoder."""
     find_decoder(method)
     return next(system for system in systems().values() if method in system.decoders)
 
@@ -186,24 +159,14 @@ def decoders_for(objective: str) -> list[str]:
 
 
 def default_decoder(objective: str) -> str:
-    """Name of the first decoder for models of a system.
-
-    Raises:
-      UserError: where there is none.
-    """
-    names = decoders_for(objective)
-    if not names:
-        why = (
-            "its models do not decode by themselves" if objective in systems() else "this system is not installed here"
-        )
-        raise UserError(f"objective={objective}: {why}")
-    return names[0]
+    """Name of the first decoder for models of a system; UserError where there is none."""
+    if names := decoders_for(objective):
+        return names[0]
+    why = "its models do not decode by themselves" if objective in systems() else "this system is not installed here"
+    raise UserError(f"objective={objective}: {why}")
 
 
 def loss_term_names() -> list[str]:
     """Names of the loss terms of all systems."""
-    terms = {}
-    for system in systems().values():
-        if system.objective:
-            terms |= dict.fromkeys(system.objective_by_default().coefficients)
-    return list(terms)
+    objectives = [system.objective_by_default() for system in systems().values() if system.objective]
+    return list(dict.fromkeys(term for objective in objectives for term in objective.coefficients))
