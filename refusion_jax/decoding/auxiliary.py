@@ -18,11 +18,7 @@ _SAME = ("num_tokens", "pad_token_id", "bos_token_id", "eos_token_id")
 
 
 class WithAuxiliaries(Wrapper):
-    """A model, with auxiliary ones as attributes by the names of their settings.
-
-    Raises:
-      SettingError: where one of them has another vocabulary.
-    """
+    """A model, with auxiliary ones as attributes by the names of their settings; see `check_vocabulary`."""
 
     def __init__(self, model: Transformer, **auxiliary: Transformer):
         super().__init__(model)
@@ -32,7 +28,6 @@ class WithAuxiliaries(Wrapper):
             setattr(self, name, other)
 
     def with_head_rows(self, rows: int) -> Transformer:
-        """The main model with an approximate head; see `Transformer.with_head_rows`."""
         return WithAuxiliaries(self.model.with_head_rows(rows), **{name: getattr(self, name) for name in self.names})
 
 
@@ -42,11 +37,7 @@ def with_auxiliaries(model: Transformer, **auxiliary: Transformer) -> Transforme
 
 
 def check_vocabulary(name: str, path: str, model: ModelConfig, other: ModelConfig) -> None:
-    """Refuses an auxiliary model with another vocabulary.
-
-    Raises:
-      SettingError: naming the model and what differs.
-    """
+    """Raises SettingError where an auxiliary model has another vocabulary, naming the model and what differs."""
     for key in _SAME:
         if getattr(model, key) != getattr(other, key):
             why = f"is of another vocabulary: {key} is {getattr(other, key)}, not {getattr(model, key)}"
@@ -59,14 +50,9 @@ def in_vocabulary(logits: Float32[Array, "B T U"], size: int) -> Float32[Array, 
 
 
 def check_auxiliaries(there: Transformer | Settings, settings: Settings) -> None:
-    """Refuses a decoder without an auxiliary model that it needs.
+    """Raises SettingError where a decoder lacks an auxiliary model that it needs, naming the first.
 
-    Args:
-      there: what has them as attributes: a model, or the settings with their checkpoints.
-      settings: of the decoder.
-
-    Raises:
-      SettingError: naming the first that is missing.
+    `there` has them as attributes: it is a model, or the settings with their checkpoints.
     """
     for name in settings.auxiliary_models:
         if not getattr(there, name, None):

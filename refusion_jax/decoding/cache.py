@@ -107,18 +107,15 @@ def extend(
     positions: Int32[Array, "B T"],
     visible: Bool[Array, "#B T T"] | None = None,
 ) -> tuple[Float32[Array, "B T V"], Cache]:
-    """One forward of T new tokens of each row on top of the committed ones. Their entries are written, not committed.
+    """One forward of T new tokens of each row on top of the committed ones: (logits, the cache with their entries).
+
+    The new entries are written after the committed ones, but not committed.
 
     Args:
-      model: the transformer.
-      cache: must have room for T more entries in every row.
-      tokens: the new tokens.
-      positions: the place of each in its text.
+      model, cache: the transformer, and a cache with room for T more entries in every row.
+      tokens, positions: the new tokens, and the place of each in its text.
       visible: which new tokens each new token attends to; by default itself and those before it. All of them attend to
         every committed entry.
-
-    Returns:
-      (logits, the cache with the new entries after the committed ones).
     """
     B, T = tokens.shape
     visible = jnp.tril(jnp.ones((1, T, T), bool)) if visible is None else visible
@@ -128,13 +125,9 @@ def extend(
 
 
 def visible_to_masks(tokens: int, seen: Int32[Array, "B G"], N: int, slot_size: int) -> Bool[Array, "B W W"]:
-    """Who sees whom of some tokens, causal, and N masks for each of G prefixes, in slots that do not see each other.
+    """Who sees whom of so many causal tokens, and N masks for each of G prefixes, in slots that do not see each other.
 
-    Args:
-      tokens: their number.
-      seen: index of the last token that the masks see.
-      N: masks after a prefix.
-      slot_size: masks of a slot.
+    `seen` is the index of the last token that the masks of a prefix see.
     """
     B, G = seen.shape
     index = np.arange(G * N)

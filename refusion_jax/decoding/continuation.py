@@ -7,7 +7,6 @@ one of `Continuation`.
 Axes: B rows, T tokens, C cache entries.
 """
 
-import dataclasses
 from collections.abc import Sequence
 from typing import Any, ClassVar, Self
 
@@ -97,7 +96,6 @@ class FilledText(Continuation):
         return after.replace(active=self.active & jnp.any(after.masks(ids.mask_id), axis=1))
 
 
-@dataclasses.dataclass(frozen=True)
 class Continuer(Decoder):
     """A decoder's compiled sizes."""
 
@@ -116,5 +114,4 @@ class Continuer(Decoder):
         raise NotImplementedError
 
     def scored(self, model: Transformer, rows: int) -> int:
-        """No more places of a row than it decodes."""
         return super().scored(model, rows) * min(self.width, self.new_tokens) // self.width

@@ -45,13 +45,9 @@ class RowState:
 
     @classmethod
     def start(cls, layout: Layout, keys: Key[Array, "B"], at_once: int, **own: Any) -> Self:
-        """The initial state of some rows.
+        """The initial state of some rows, with further fields of the subclass.
 
-        Args:
-          layout: given tokens, places to decode and settings.
-          keys: one per row.
-          at_once: tokens of a row that one forward commits at most; the record needs room for that many extra entries.
-          **own: further fields of the subclass.
+        One forward commits `at_once` tokens of a row at most: the record needs room for that many extra entries.
         """
         zeros, room = jnp.zeros_like(layout.given.length), layout.places.position.shape[1] + at_once
         record = Record.empty(len(zeros), room)
@@ -125,10 +121,7 @@ class Decoder(abc.ABC):
     def init(self, model: Transformer, layout: Layout, keys: Key[Array, "R"]) -> RowState:
         """The initial state of new rows, with what is given already prefilled; runs inside `jit`.
 
-        Args:
-          model: the transformer.
-          layout: from `lay_out`, as jax arrays.
-          keys: one a request; all randomness comes from them.
+        The layout is that of `lay_out`, as jax arrays; all randomness comes from the keys.
         """
 
     @abc.abstractmethod

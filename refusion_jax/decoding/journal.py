@@ -28,7 +28,7 @@ class Journal:
 
         Args:
           path: of the journal.
-          call: all that the answers depend on, as short texts by name; None: the caller sees to that.
+          call: all that the answers depend on, as short texts by name; None: the caller checks that.
           keys: the valid ones; None for keys that are texts, each with all that its answer depends on.
 
         Raises:
@@ -89,7 +89,6 @@ class Journal:
             self._log = None
 
     def delete(self) -> None:
-        """Deletes the file, once the output holds all answers."""
         with contextlib.suppress(FileNotFoundError):
             self.path.unlink()
         self.close()

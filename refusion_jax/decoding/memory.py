@@ -32,12 +32,8 @@ def bytes_needed(model: Transformer, mesh: Mesh, rows: int, decoder: Decoder, ke
     """Bytes on each device besides the weights: the caches of the batch and of the rows that are prefilled at once, and
     the temporaries of the widest forward or of the prefill.
 
-    Args:
-      model: only its shape and dtypes are used.
-      mesh: rows are split over its batch axes, heads and vocabulary over its tensor axis.
-      rows: of the batch.
-      decoder: with its sizes.
-      kept: tokens of what prompts begin with, which are kept for others.
+    Rows are split over the batch axes of the mesh, heads and vocabulary over its tensor axis. Tokens of what prompts
+    begin with are `kept` for others. Of the model only shape and dtypes are used.
     """
     c, entries = model.config, decoder.cache_length
     batch, tensor = shard_count(mesh, "batch"), shard_count(mesh, "heads")
@@ -65,10 +61,9 @@ def room_besides(model: Transformer, mesh: Mesh, rows: int, decoder: Decoder) ->
 
 
 def check_memory(model: Transformer, mesh: Mesh, rows: int, decoder: Decoder, kept: int = 0) -> None:
-    """Refuses a batch that cannot fit, with the arguments of `bytes_needed`. All hosts of a mesh decide alike.
+    """Raises SettingError where a batch cannot fit, naming a batch size that would; see `bytes_needed`.
 
-    Raises:
-      SettingError: naming the batch size, and one that would fit.
+    All hosts of a mesh decide alike.
     """
     free = _free(mesh)
     if bytes_needed(model, mesh, rows, decoder, kept) <= free:

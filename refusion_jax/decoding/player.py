@@ -21,8 +21,7 @@ REFUSED, VERIFIED, REPAIRED, WAITING = range(4)  # what becomes of a draft; one 
 class Scene:
     """A decoding as the page takes it. Cells are places in text order, words are counted in `words`.
 
-    Raises:
-      ValueError: forwards, cells, words or outcomes are not in it: it comes from a file, and is no decoding.
+    Raises ValueError for one from a file that is no decoding: forwards, cells, words or outcomes are not in it.
     """
 
     system: str
@@ -109,14 +108,7 @@ class Decodings:
 
 
 def outcome(at: int, draft: int, known: Mapping[int, int], after: Forward) -> int:
-    """The outcome of a draft that was fed.
-
-    Args:
-      at: its place.
-      draft: its token.
-      known: the text after the forward.
-      after: the forward that follows.
-    """
+    """The outcome of a draft fed at a place, by the text that is known after the forward and the forward after it."""
     if at in known:
         return VERIFIED if known[at] == draft else REPAIRED
     return WAITING if after.drafts.get(at) == draft else REFUSED

@@ -50,13 +50,9 @@ class Prefixes:
         return next((number for number, block in enumerate(blocks) if block not in self._places), len(blocks))
 
     def group(self, waiting: Sequence[Sequence[bytes]], most: int) -> list[int]:
-        """Which requests to prefill together, the first among them: those that have as much left to compute.
+        """Which requests to prefill together, by the blocks of each: the first, and those with as much left to compute.
 
         A request whose next block another one computes waits for that.
-
-        Args:
-          waiting: the blocks of each.
-          most: requests at once.
         """
         known, chosen, computed = [self.known(blocks) for blocks in waiting], [], set()
         for number, blocks in enumerate(waiting):
@@ -67,12 +63,9 @@ class Prefixes:
         return chosen
 
     def use(self, texts: Sequence[Sequence[bytes]], known: int, M: int) -> tuple[np.ndarray, np.ndarray]:
-        """(the places of the blocks to copy, those to write the new ones to), [R, M] each.
+        """(the places of the blocks to copy, those to write the new ones to), [R, M] each; 0 and N where unused.
 
-        Args:
-          texts: the blocks of requests that are admitted together.
-          known: how many of each are in the store.
-          M: blocks of a text, at most. Places that are not used are 0 and N.
+        The texts are the blocks of requests that are admitted together, of which `known` of each are in the store.
         """
         copied, written = np.zeros((len(texts), M), np.int32), np.full((len(texts), M), self.count, np.int32)
         self._touch(texts)  # before any is overwritten
@@ -121,16 +114,7 @@ def newcomers(
     store: Prefixes = NONE,
     blocks: Sequence[list[bytes]] = (),
 ) -> Newcomers:
-    """The requests to admit, by row of the batch, padded to R; see `Newcomers`.
-
-    Args:
-      requests: to admit.
-      R: rows of the admission.
-      B: rows of the batch.
-      decoder: with its sizes.
-      store: of what prompts begin with.
-      blocks: that each request begins with, as many of them in the store.
-    """
+    """The requests to admit, by row of the batch, padded to R; all begin with as many blocks that are in the store."""
     some = list(requests.values())
     some += some[:1] * (R - len(some))
     blocks = [*blocks, *[[]] * (R - len(blocks))]

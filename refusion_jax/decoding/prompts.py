@@ -19,11 +19,7 @@ CONTEXT = 8  # tokens before a token that its text may depend on
 
 
 def read_prompts(path: Path, tokenizer: Tokenizer | None, settings: Settings) -> list[tuple[object, Request]]:
-    """(id, request) of each line of a JSONL file.
-
-    Raises:
-      UserError: naming the file and line at fault.
-    """
+    """(id, request) of each line of a JSONL file; UserError names the file and line at fault."""
     prompts = []
     for number, item in read_json_lines(path):
         where = f"{path}:{number}"
@@ -47,11 +43,7 @@ def read_prompts(path: Path, tokenizer: Tokenizer | None, settings: Settings) ->
 
 
 def read_request(item: dict, tokenizer: Tokenizer | None, settings: Settings, where: str) -> Request:
-    """The request of one line: its prompt, template and own decode settings.
-
-    Raises:
-      UserError: naming the line, the key at fault and what it must be.
-    """
+    """The request of one line; UserError names the line, the key at fault and what it must be."""
     given, template = {"prompt", "prompt_ids"} & set(item), item.get("template", [])
     prompt = item[min(given)] if given else None
     is_prompt = isinstance(prompt, str) if given == {"prompt"} else _is_id_list(prompt)
@@ -85,11 +77,7 @@ def encode_prompt(text: str | None, tokenizer: Tokenizer | None, where: str, may
 
 
 def check_characters(text: str, where: str) -> None:
-    """Refuses text from a command line that is not valid Unicode.
-
-    Raises:
-      UserError: naming `where`.
-    """
+    """Raises UserError, which names `where`, for text from a command line that is not valid Unicode."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
@@ -128,13 +116,7 @@ def tokens_of(text: str, tokens: list[int], tokenizer: Tokenizer) -> list[int]:
 
 
 def spelled(text: Mapping[int, int], at: int, tokenizer: Tokenizer) -> str:
-    """What the token at a place adds to those before it, up to a gap; the last byte of a character adds the character.
-
-    Args:
-      text: tokens by place.
-      at: a place of them.
-      tokenizer: of the model.
-    """
+    """What the token at a place adds to those before it, up to a gap; a character's last byte adds the character."""
     begins = next((i for i in range(at, at - CONTEXT, -1) if i - 1 not in text), at - CONTEXT)
     tokens = [text[i] for i in range(begins, at + 1)]
     before, whole = (tokenizer.decode(ids).rstrip("\ufffd") for ids in (tokens[:-1], tokens))

@@ -155,18 +155,15 @@ class RunningBatch:
         blocks: int = 0,
         counts_drafts: bool = False,
     ):
-        """An empty batch.
+        """An empty batch; SettingError where it does not fit into memory.
 
         Args:
           model: from `load_model`. The batch is split over the mesh of its weights.
           decoder: with sizes that serve all requests.
           like: any request; only its structure as arrays matters.
           rows: B, in whole shards.
-          blocks: N, of what prompts begin with, that are kept for others.
+          blocks: of what prompts begin with, that are kept for others.
           counts_drafts: whether `Progress` has drafts.
-
-        Raises:
-          UserError: where it does not fit into memory.
         """
         graphdef, params = nnx.split(model)
         self._params = nnx.to_pure_dict(params)  # flattened in C++, where a State takes as long as a small forward
@@ -305,10 +302,9 @@ def _admit(
 def _run(
     compiled: StaticArguments, params, state: RowState, wanted, most, recorded: int = 0, counts_drafts: bool = False
 ) -> tuple[RowState, Trajectory | None, jax.Array | None]:
-    """Decodes until `wanted` rows are finished, for at most `most` forwards; up to so many can be recorded.
+    """Decodes until `wanted` rows are finished, for at most `most` forwards: (next state, what was recorded, drafts).
 
-    Returns:
-      (next state, what was recorded, `count_drafts` of all forwards together, [B, 2]).
+    `recorded` is the most forwards that are recorded; the drafts are `count_drafts` of all forwards together, [B, 2].
     """
     model, decoder = nnx.merge(compiled.graphdef, params), compiled.decoder
 

@@ -51,13 +51,10 @@ class ReferenceDecoder:
         places: list[int] | None = None,
         visible: Bool[np.ndarray, "n n"] | None = None,
     ) -> Float32[np.ndarray, "n V"]:
-        """Runs one forward and gives the probabilities at every token.
+        """Runs one forward, under the name of its phase, and gives the probabilities at every token.
 
-        Args:
-          phase: name of the forward.
-          tokens: n of them.
-          places: of each in the text; by default 0, 1, ...
-          visible: which tokens (columns) each token (row) attends to; by default itself and those before it.
+        The places in the text are by default 0, 1, ...; each token (row) attends to the visible ones (columns), by
+        default itself and those before it.
         """
         self.phases.append(phase)
         n = len(tokens)
@@ -108,12 +105,8 @@ class ReferenceDecoder:
     def commit_verified(self, drafts: list[int], best: list[int]) -> int:
         """Commits the drafts up to the first that is not the model's own token, this token, and nothing after an EOS.
 
-        Args:
-          drafts: of the tokens after the text.
-          best: the most probable token in the place of each, and in the one after them.
-
-        Returns:
-          The number of accepted drafts.
+        `best` has the most probable token at the place of each draft, and at the one after them. Returns the number of
+        accepted drafts.
         """
         accepted = next((i for i, draft in enumerate(drafts) if draft != best[i]), len(drafts))
         for token in best[: accepted + 1]:
@@ -135,9 +128,7 @@ class ReferenceDecoder:
     def result(self, commits: list[tuple[int, int]] | None = None, rounds: int | None = None) -> dict:
         """The expected output of the decoder.
 
-        Args:
-          commits: pairs (token, place) in the order of commitment; by default what `text` holds.
-          rounds: by default as many as forwards.
+        `commits` are pairs (token, place) in order, by default what `text` holds; by default rounds are forwards.
         """
         if commits is None:
             commits = [(token, place) for place, token in self.text.items() if place not in self.given]

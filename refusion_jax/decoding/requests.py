@@ -93,7 +93,6 @@ class Given:
 
     @classmethod
     def of(cls, requests: Sequence[Request], capacity: int) -> "Given":
-        """The given tokens of some requests, as numpy arrays with C = capacity."""
         tokens, positions = np.zeros((2, len(requests), capacity), np.int32)
         length = np.zeros(len(requests), np.int32)
         for row, request in enumerate(requests):
@@ -112,7 +111,6 @@ class Places:
 
     @classmethod
     def of(cls, requests: Sequence[Request], capacity: int) -> "Places":
-        """The places of all gaps of some requests, as numpy arrays with N = capacity."""
         position, count = np.zeros((len(requests), capacity), np.int32), np.zeros(len(requests), np.int32)
         for row, request in enumerate(requests):
             for at, length in request.gaps:
@@ -135,7 +133,6 @@ class Layout:
 
     @classmethod
     def of(cls, requests: Sequence[Request], capacity: int, places: Any) -> "Layout":
-        """Some requests and their places, as numpy arrays with C = capacity."""
         return cls(Given.of(requests, capacity), places, TracedSettings.of([request.settings for request in requests]))
 
 
@@ -161,11 +158,7 @@ def prefill_chunk(requests: Sequence[Request]) -> int:
 
 
 def prepare(requests: Sequence[Sequence[int] | Request], settings: Settings, model: ModelConfig) -> list[Request]:
-    """Checks prompts and requests, and completes their settings.
-
-    Raises:
-      UserError: naming the request, the reason, and a remedy.
-    """
+    """Checks prompts and requests, and completes their settings; UserError names the request, reason and remedy."""
     room = settings.cache_length or model.max_position_embeddings
     if model.local_rope and room > model.max_position_embeddings:
         settings.refuse("cache_length", f"the model's local layers attend to {model.max_position_embeddings} tokens")
@@ -195,11 +188,7 @@ def _complete(request: Request, model: ModelConfig, room: int) -> Settings:
 
 
 def check_tokens(name: str, given: Sequence[int], num_tokens: int) -> None:
-    """Refuses a text without tokens, or with one that the model does not know.
-
-    Raises:
-      UserError: naming the text.
-    """
+    """Raises UserError, which names the text, where it has no tokens, or one that the model does not know."""
     if not given:
         raise UserError(f"{name}: is empty; it needs at least one token")
     if not 0 <= min(given) <= max(given) < num_tokens:

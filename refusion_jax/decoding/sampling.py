@@ -48,11 +48,7 @@ def count_drafts(
 ) -> Int32[Array, "B 2"]:
     """(drafts that a forward pass has verified, those of them that it has committed) of each row.
 
-    Args:
-      told: what the forward tells of plans and drafts.
-      active: rows that took part in it.
-      before, after: what is committed.
-      capacity: places of a text.
+    `told` is what the forward tells of plans and drafts, `active` the rows that took part, `capacity` places of a text.
     """
     drafts = [one for one in told if one.chances is None]
     if not drafts:
@@ -72,15 +68,10 @@ _LEAST = 1e-30  # temperature and top_p: with less, logits overflow, and the mos
 def mask_logits(
     logits: Float32[Array, "B T V"], may_end: Bool[Array, "B T"], ids: TokenIds
 ) -> tuple[Float32[Array, "B T V"], Float32[Array, "B T V"]]:
-    """(logits of the real vocabulary, logits of the tokens that may be chosen).
+    """(logits of the real vocabulary, logits of the tokens that may be chosen; EOS only where `may_end`).
 
     The mask and padding tokens are never chosen, but keep their share in the softmax of the first. (The authors' code
     can choose the mask token.)
-
-    Args:
-      logits: of the model.
-      may_end: where EOS may be chosen.
-      ids: of the special tokens.
     """
     token = jnp.arange(logits.shape[-1])[None, None]
     real = jnp.where(token < ids.num_tokens, logits, -jnp.inf)
@@ -135,9 +126,7 @@ def best(logits: Float32[Array, "*B V"]) -> Int32[Array, "*B"]:
 def drawn_from(logits: Float32[Array, "B T V"], settings: TracedSettings) -> Float32[Array, "B T V"]:
     """Logits of the distribution that is sampled: logits / temperature, -inf outside top_k and the nucleus.
 
-    Args:
-      logits: of the tokens that may be chosen.
-      settings: temperature above 0, top_k, top_p [B, T] of each token's row.
+    The logits are those of the tokens that may be chosen; the settings, [B, T], have a temperature above 0.
     """
     scaled = logits / jnp.maximum(settings.temperature, _LEAST)[:, :, None]
     k = jnp.where(settings.top_k > 0, settings.top_k, logits.shape[-1])
@@ -207,9 +196,7 @@ DRAFT, _CHECK, _REPAIR = range(3)  # purposes of a random draw at a place, each 
 def distribution(logits: Float32[Array, "B T V"], settings: TracedSettings) -> Float32[Array, "B T V"]:
     """The distribution that tokens are sampled from; at temperature 0, one-hot at the most probable token.
 
-    Args:
-      logits: of the tokens that may be chosen.
-      settings: temperature, top_k, top_p [B] of each row.
+    The logits are those of the tokens that may be chosen.
     """
     settings = _of_tokens(settings.of_sampling(), logits.shape[:2])
     greedy = jax.nn.one_hot(best(logits), logits.shape[-1])
@@ -237,13 +224,10 @@ def verify(
     max(0, p - q). If all are accepted, the token after them is drawn from p.
 
     Args:
-      p: the verifier's distribution at the place of each draft, and at the place after the last one.
+      p, places: the verifier's distribution at the place of each draft, and at the place after the last one.
       q: that each draft was drawn from.
-      drafts: tokens.
-      drafted: how many of them count.
-      keys: one per row.
-      places: of p.
-      is_warm: rows with a temperature.
+      drafts, drafted: tokens, and how many of them count.
+      keys, is_warm: of each row, and whether it has a temperature.
     """
     M = drafts.shape[1]
     offset = jnp.arange(M + 1)[None]

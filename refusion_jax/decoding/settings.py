@@ -22,11 +22,7 @@ _NEVER_CHOSEN = 3  # tokens at most: mask, padding, and EOS before what is given
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """The decode settings of any decoder.
-
-    Raises:
-      SettingError: for an impossible value, naming it, the reason, and what would be possible.
-    """
+    """The decode settings of any decoder; SettingError for an impossible value names it, and what would be possible."""
 
     auxiliary_models: ClassVar[tuple[str, ...]] = ()  # settings that name further models, see auxiliary.py
     slot_size: ClassVar[int] = 1  # a setting where there are slots
@@ -94,11 +90,7 @@ class Settings:
     def operating_points(cls, new_tokens: int, trained: Mapping[str, Any]) -> list[dict[str, Any]]:
         """Settings, from careful to fast, at which `bench headline` measures this decoder; for decoders to override.
 
-        None for one that needs a second model.
-
-        Args:
-          new_tokens: the maximal length of an answer.
-          trained: config keys of the system that the model was trained with.
+        `new_tokens` is the maximal length of an answer, `trained` the config keys of the system that trained the model.
         """
         return [] if cls.auxiliary_models else [{}]
 
@@ -175,11 +167,7 @@ class TokenIds:
 
     @classmethod
     def of(cls, settings: Settings, model: ModelConfig) -> Self:
-        """The ids in the settings where set, else those of the model.
-
-        Raises:
-          SettingError: where neither settings nor model have an EOS or a mask id, or it is outside the vocabulary.
-        """
+        """The ids in the settings, else the model's; SettingError where one is missing or outside the vocabulary."""
         ids = {}
         for name, own in (("eos_id", model.eos_token_id), ("mask_id", model.mask_token_id)):
             ids[name] = getattr(settings, name) if getattr(settings, name) >= 0 else own

@@ -5,11 +5,7 @@ import dataclasses
 
 @dataclasses.dataclass(frozen=True)
 class Stops:
-    """An answer ends before the first occurrence of any of these texts.
-
-    Raises:
-      ValueError: where one is empty, before which every answer would end.
-    """
+    """An answer ends before the first occurrence of any of these texts; ValueError where one is empty."""
 
     texts: tuple[str, ...] = ()
 

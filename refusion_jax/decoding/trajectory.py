@@ -41,7 +41,6 @@ class Trajectory:
 
     @classmethod
     def of(cls, number: Int32[Array, "B"], committed: Int32[Array, "B"], told: Sequence[Told]) -> "Trajectory":
-        """One forward."""
         drafts = [one for one in told if one.chances is None]
         plans = [one for one in told if one.chances is not None]
         columns = [number[:, None], committed[:, None]]

@@ -28,13 +28,9 @@ def rounded_head(head: Float[Array, "V D"] | Int8Array) -> Int8Array:
 def shortlisted_logits(
     x: Float[Array, "B T D"], head: Float[Array, "V D"] | Int8Array, rounded: Int8Array, rows: int
 ) -> Float32[Array, "B T V"]:
-    """Logits of the best rows of a head, for each token; -inf for all others.
+    """Logits of the best `rows` rows of a head, for each token; -inf for all others.
 
-    Args:
-      x: float32 or bfloat16.
-      head: of x's dtype, or in int8.
-      rounded: the same head, from `rounded_head`.
-      rows: how many to compute, at least 1.
+    The head is of x's dtype, float32 or bfloat16, or in int8; `rounded` is the same, from `rounded_head`.
     """
     per_token, per_row = sharding.spec("batch", None, None), sharding.spec("vocab", None)
     run = sharding.on_each_chip(

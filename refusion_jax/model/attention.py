@@ -26,10 +26,7 @@ def attention(
     no [T, S] array: it computes the weights again from the scores and the two numbers per query that normalize them
     (FlashAttention-2, arXiv 2307.08691, section 3.1), and needs no reduction over keys.
 
-    Args:
-      q: float32 or bfloat16.
-      k, v: of q's dtype, as is what is returned.
-      mask: True where the query may see the key.
+    All arrays are float32 or bfloat16, as is what is returned; the mask is True where the query may see the key.
     """
     return _forward(q, k, v, mask)[0]
 

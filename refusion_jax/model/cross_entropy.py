@@ -29,13 +29,8 @@ def linear_cross_entropy(
 ) -> Float32[Array, "B T"]:
     """-log softmax(x @ head.T)[label] of every labelled token, 0 elsewhere.
 
-    The products run in x's dtype and are summed in float32. Differentiable in x and head.
-
-    Args:
-      x: float32 or bfloat16, split over the mesh as "batch", "length", None.
-      head: split as "vocab", "embed".
-      labels: rows of the head.
-      is_labelled: which tokens have a label.
+    The products run in x's dtype, float32 or bfloat16, and are summed in float32. Differentiable in x, split over the
+    mesh as "batch", "length", None, and in the head, split as "vocab", "embed", whose rows the labels are.
     """
     return _forward(x, head, labels, is_labelled)[0]
 

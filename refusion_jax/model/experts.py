@@ -82,15 +82,11 @@ class Router:
 
 
 def balance(counts: Float32[Array, "E"], chosen: int) -> Float32[Array, "E"]:
-    """What a probability of each expert costs, from how many tokens of the whole batch go there.
+    """What a probability of each expert costs, from how many tokens of the whole batch go there, in all layers.
 
     `sum(balance(counts, k) * probabilities)` is E sum_e f_e P_e of Switch Transformers (arXiv 2101.03961, equation 4)
     for k experts per token: f_e and P_e are means over the tokens of all layers, of those that go to e and of the
     probability of that. It is k where all experts have as much to do.
-
-    Args:
-      counts: of the whole batch, in all layers.
-      chosen: k.
     """
     tokens = jnp.maximum(jnp.sum(counts) / chosen, 1)
     return counts * (counts.size / tokens**2)
@@ -179,14 +175,7 @@ class _Slots(NamedTuple):
 
     @classmethod
     def of(cls, expert: Int32[Array, "P"], experts: int, most: int, parts: int) -> "_Slots":
-        """Sorts pairs.
-
-        Args:
-          expert: of each pair; E: none of this chip's.
-          experts: E.
-          most: pairs there may be.
-          parts: that split the experts.
-        """
+        """Sorts pairs by their expert, E where it is none of this chip's; at most `most`, with experts in `parts`."""
         share = len(expert) // parts
         tile = _tile(share / experts)
         total = min(most, most // tile + experts) * tile if tile > 1 else most

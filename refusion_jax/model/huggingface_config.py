@@ -155,11 +155,7 @@ def read_model_config(
 
 
 def read_config(path: epath.Path, releases: Releases = NONE) -> Config:
-    """config.json in the terms of the family whose layers the model has.
-
-    Args:
-      path: the directory.
-      releases: what authors released, by the name of the system.
+    """config.json in the terms of the family whose layers the model has; `releases` are those of all systems.
 
     Raises:
       UserError: where it cannot be read, or describes something else than a family or release that we read.
@@ -238,8 +234,7 @@ def _rope(file: epath.Path, given: Config) -> tuple[float, tuple[float, ...], tu
 def _one_rope(file: epath.Path, given: Config, scaling: Any, theta: float) -> tuple[float, tuple[float, ...]]:
     """(rope_theta, rope_scaling) of some layers, from what config.json says of them and the theta that it has else.
 
-    Raises:
-      UserError: where it says anything that we do not compute.
+    UserError where it says anything that we do not compute.
     """
     said = dict(scaling) if isinstance(scaling, dict) else {"": scaling}
     kinds = {str(said.pop(key)) for key in ("rope_type", "type") if key in said} or {"default"}
@@ -273,13 +268,7 @@ def _first(token_id: int | list[int] | None) -> int:
 
 
 def describe(c: ModelConfig, dtype: str, objective: str | None = None) -> dict[str, Any]:
-    """The config.json of a model of ours.
-
-    Args:
-      c: its shape.
-      dtype: of its weights.
-      objective: the system that trained it, where it is known.
-    """
+    """The config.json of a model of ours; `dtype` is that of its weights, `objective` the system that trained it."""
     family = FAMILIES[c.family]
     token_ids = {name: getattr(c, name) for name in ("pad_token_id", "bos_token_id", "eos_token_id", "mask_token_id")}
     kind = {1: "linear", 4: "llama3"}.get(len(c.rope_scaling))

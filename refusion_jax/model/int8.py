@@ -36,7 +36,6 @@ class Int8Array:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Shape of the values."""
         return self.values.shape
 
 
@@ -63,7 +62,6 @@ class Int4Array(Int8Array):
         return cls(*(jnp.moveaxis(part, -1, axis) for part in (first | second << 4, scale)), axis)
 
     def widened(self, dtype: jnp.dtype) -> Float[Array, "..."]:
-        """The array in another dtype."""
         packed, scale = (jnp.moveaxis(part, self.axis, -1) for part in (self.values, self.scale))
         x = jnp.concatenate([packed & 15, packed >> 4], axis=-1).astype(jnp.float32) - _LARGEST_INT4
         x = (x.reshape(*scale.shape, -1) * scale[..., None]).reshape(x.shape)

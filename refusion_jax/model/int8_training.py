@@ -21,14 +21,7 @@ from refusion_jax.model.int8 import Int8Array
 def int8_linear(x: Float[Array, "..."], w: Float[Array, "..."], rounded: Int8Array, inputs: int) -> Float[Array, "..."]:
     """`layers.linear` with a rounded weight: contracts the last `inputs` axes of x with the first ones of `rounded`.
 
-    Args:
-      x: in the dtype of computation.
-      w: the weight in that dtype, which gets the gradient, and is not read.
-      rounded: the weight with one scale for each output.
-      inputs: the number of axes to contract.
-
-    Returns:
-      The product in x's dtype.
+    That has one scale for each output; w, the same weight in x's dtype, gets the gradient, and is not read.
     """
     size = math.prod(w.shape[:inputs])
     values, scale = rounded.values.reshape(size, -1), rounded.scale.reshape(1, -1)

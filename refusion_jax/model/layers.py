@@ -21,8 +21,7 @@ def weight(
     """Declares one float32 weight, from which sharding, names, conversion and rounding follow.
 
     Args:
-      rngs: source of randomness.
-      shape: of the weight.
+      rngs, shape: source of randomness, and shape of the weight.
       axes: a logical name per axis; `refusion_jax.distributed.sharding.RULES` maps each to mesh axes.
       std: standard deviation of the initial normal draw; None means ones (the scale of a norm).
       summed: names of the axes that its product sums over; empty if it is in no product.
@@ -101,8 +100,7 @@ def rope_rotation(positions: Int32[Array, "B T"], size: int, theta: float, scali
 
     Args:
       positions: of the tokens.
-      size: R, the part of a head that is rotated.
-      theta: base of the frequencies.
+      size, theta: R, the part of a head that is rotated, and the base of the frequencies.
       scaling: none; (factor,), by which all frequencies are divided; or Llama 3's (factor, low_freq_factor,
         high_freq_factor, original_max_position_embeddings): a frequency that turns less than low_freq_factor times in
         the original length is divided by the factor, one that turns more than high_freq_factor times stays, and between

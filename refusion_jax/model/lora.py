@@ -33,7 +33,6 @@ class Lora:
 
     @property
     def names(self) -> list[str]:
-        """The weights that have adapters."""
         return [name for name in INPUTS if re.fullmatch(self.targets, name)]
 
     def is_trained(self, name: str) -> bool:
@@ -91,8 +90,7 @@ def read_lora(section: Mapping[str, Any]) -> Lora | None:
 def add_adapters(layers: nnx.Module, lora: Lora, rngs: nnx.Rngs) -> None:
     """Gives the layers of a transformer adapters that change nothing yet: A is drawn, B is 0.
 
-    Raises:
-      SettingError: where one would be an adapter of experts, or other layers would come before these.
+    SettingError where one would be an adapter of experts, or other layers would come before these.
     """
     if layers.first:
         why = f"first_k_dense_replace={layers.first}: models whose first layers have no experts take no adapters"

@@ -25,9 +25,7 @@ _twins: weakref.WeakKeyDictionary[Transformer, tuple[list[jax.Array], bool, Tran
 def for_one_cpu(model: Transformer, rounded: str = "same") -> Transformer:
     """The same model as one CPU decodes it fastest, kept for the next call while the model lives; others as they are.
 
-    Args:
-      model: on any device.
-      rounded: "same", "int8" or "int4": to which its weights will be rounded (`Transformer.rounded`).
+    Its weights will then be `rounded` to "same", "int8" or "int4" (`Transformer.rounded`).
     """
     state = nnx.state(model)
     weights = jax.tree.leaves(state)

@@ -31,11 +31,7 @@ _QUERIES, _MOST_BLOCKS = 128, 8
 def backend_for(platform: str, length: int, head_dim: int, dtype: str) -> str:
     """The kernel for a platform ("tpu", "gpu", "cpu"), where it can do these sizes; "xla" otherwise.
 
-    Args:
-      platform: of the devices.
-      length: of the part of a row that a chip has.
-      head_dim: size of a head.
-      dtype: of computation.
+    `length` is that of the part of a row that a chip has.
     """
     if platform == "tpu" and length % _splash().SMALLEST_TILE == 0:
         return "splash"
@@ -51,13 +47,9 @@ def packed_attention(
     visibility: Visibility,
     backend: str,
 ) -> Float[Array, "B T N H"]:
-    """Attention of every token to the tokens that it sees.
+    """Attention of every token to the tokens that it sees; arrays are float32 or bfloat16, as is what is returned.
 
-    Args:
-      q: float32 or bfloat16.
-      k, v: of q's dtype, as is what is returned.
-      visibility: of the [B, T] tokens.
-      backend: one of BACKENDS; splash serves patterns alone, triton two of them, and what they do not goes to xla.
+    Of the backends splash serves patterns alone, triton two of them, and what they do not goes to xla.
     """
     if backend == "splash" and visibility.pattern:
         return _splash().splash_attention(q, k, v, visibility)

@@ -55,11 +55,7 @@ def is_peft(path: epath.Path) -> bool:
 
 
 def base_of(path: epath.Path) -> epath.Path:
-    """The directory of the model that adapters adapt.
-
-    Raises:
-      UserError: where the file cannot be read, or names no directory here.
-    """
+    """The directory of the model that adapters adapt; UserError where the file cannot be read or names none here."""
     base = epath.Path(_read_config(path).base_model_name_or_path)
     if not base.is_dir():
         raise UserError(f"{path / CONFIG}: base_model_name_or_path={base} is no directory here: write its path there")
@@ -67,11 +63,7 @@ def base_of(path: epath.Path) -> epath.Path:
 
 
 def load(path: epath.Path, target: dict[str, Any]) -> tuple[Lora, dict[str, Any]]:
-    """The adapters in a directory, in host memory.
-
-    Args:
-      path: the directory.
-      target: shapes of the weights of the model.
+    """The adapters in a directory, in host memory; `target` has the shapes of the weights of the model.
 
     Raises:
       UserError: where a file cannot be read, or a tensor has no place in the model.
@@ -93,13 +85,7 @@ def load(path: epath.Path, target: dict[str, Any]) -> tuple[Lora, dict[str, Any]
 
 
 def write(path: epath.Path, lora: Lora, adapters: dict[str, Any], base: epath.PathLike) -> None:
-    """Writes a directory that `peft` loads.
-
-    Args:
-      path: an empty directory, or one that is made.
-      lora: the shape of the adapters.
-      adapters: what was trained, by names of weights.
-      base: the directory of the model that they adapt.
+    """Writes a directory that `peft` loads, with what was trained, by names of weights, and the path of its base.
 
     Raises:
       UserError: where other weights were trained, too.

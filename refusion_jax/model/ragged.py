@@ -37,15 +37,7 @@ class Ragged:
 
     @classmethod
     def of(cls, length: Int32[Array, "B"], width: int, tile: int, tiles: int, shards: int) -> "Ragged":
-        """Packs the leading `length` tokens of every row.
-
-        Args:
-          length: at most T each, and together at most M tiles in every shard.
-          width: T.
-          tile: Q.
-          tiles: M.
-          shards: S, a divisor of B.
-        """
+        """Packs the leading `length` tokens of every row: at most T each, and at most M tiles in each shard."""
         B, T, Q = len(length), width, tile
         if (tile, tiles) == (width, B // shards):
             return cls(B, T, shards, T, length=length)
@@ -62,7 +54,6 @@ class Ragged:
 
     @property
     def fed(self) -> Int32[Array, "B"]:
-        """The number of tokens of each row."""
         return jnp.full((self.rows,), self.width, jnp.int32) if self.length is None else self.length
 
     def pack(self, x: Shaped[Array, "B T ..."]) -> Shaped[Array, "S N ..."]:

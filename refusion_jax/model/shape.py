@@ -59,11 +59,7 @@ class ModelConfig:
 
 
 def to_model_config(path: epath.PathLike, content: dict[str, Any]) -> ModelConfig:
-    """The shape of a model, from the values in a file.
-
-    Raises:
-      UserError: naming the file and the key that is missing, of another type, or impossible.
-    """
+    """The shape of a model, from the values in a file; UserError names the key that is missing or impossible."""
     config = to_type(content, ModelConfig, f"{path} cannot be read")
     if fault := _fault(config):
         raise UserError(f"{path} describes no model: {fault}")

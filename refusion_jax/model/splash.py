@@ -118,10 +118,8 @@ def _joined(x: Float[Array, "B T N H"]) -> Float[Array, "N B*T H"]:
 def of_documents(kernel: Kernel, q_segments: Int32[Array, "B S"], k_segments: Int32[Array, "B T"]) -> Kernel:
     """The kernel for B rows one after the other, working only on tiles whose queries and keys share a document.
 
-    Args:
-      kernel: for one row.
-      q_segments, k_segments: the document of each token, other numbers in every row. A tile counts as holding all
-        documents between its smallest number and its largest, so that none is missed in whatever order they stand.
+    The documents of the tokens have other numbers in every row. A tile counts as holding all documents between its
+    smallest number and its largest, so that none is missed in whatever order they stand.
     """
     sizes = kernel.kwargs["block_sizes"]
 

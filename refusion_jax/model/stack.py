@@ -99,19 +99,9 @@ class Layers(nnx.Module):
         quantization: str,
         is_real: Bool[Array, "B T"] | None,
     ) -> tuple[Float[Array, "B T D"], Any, Load | None]:
-        """Runs the layers one after the other.
+        """Runs the layers one after the other, as `Transformer.through_layers` says, in the dtype of x.
 
-        Args:
-          x: the residual stream, in the dtype of computation.
-          rotations: of the tokens' positions; of two, the first one is that of every so many-th layer.
-          attend: (q, k, v, number of the layer) -> ([B, T, N, H], what to keep of this layer).
-          remat: which of `remat.REMAT_POLICIES` the backward pass follows.
-          quantization: of products, "int8" or "none".
-          is_real: tokens that count for the load of experts; None: it is not wanted.
-
-        Returns:
-          (the residual stream, what was kept, stacked, the load of the experts, summed over the layers, if there are
-          any).
+        Of two rotations, of the tokens' positions, the first one is that of every so many-th layer.
         """
         c, family = self.config, FAMILIES[self.config.family]
         activation = jax.nn.silu if "silu" in family.activation.values() else jax.nn.gelu

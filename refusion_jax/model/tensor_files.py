@@ -24,8 +24,6 @@ _LONGEST_HEADER = 100 << 20  # bytes, the format's own limit
 
 
 class _Entry(pydantic.BaseModel):
-    """The entry of one tensor in a header."""
-
     dtype: str
     shape: list[pydantic.NonNegativeInt]
     data_offsets: tuple[pydantic.NonNegativeInt, pydantic.NonNegativeInt]
@@ -43,8 +41,7 @@ class Tensors:
     def __init__(self, directory: epath.PathLike, file: str = MODEL):
         """Reads the headers of all files: those of the index, or else the one of this name.
 
-        Raises:
-          UserError: where a file is missing, cannot be read, or is cut off, or tensors are not where the index says.
+        UserError where a file is missing, cannot be read, or is cut off, or tensors are not where the index says.
         """
         self._directory = directory = epath.Path(directory)
         self._entries: dict[str, tuple[str, int, _Entry]] = {}  # file, where its data begins
@@ -88,7 +85,6 @@ class Tensors:
 
     @property
     def names(self) -> set[str]:
-        """The names of all tensors."""
         return set(self._entries)
 
     @property
@@ -98,11 +94,7 @@ class Tensors:
         return np.dtype(next((dtype for name, dtype in DTYPES.items() if name in found), np.float32))
 
     def read(self, name: str, shape: tuple[int, ...]) -> np.ndarray:
-        """One tensor.
-
-        Raises:
-          UserError: where there is none of this name, or it has another shape or holds no floats.
-        """
+        """One tensor; UserError where there is none of this name, or it has another shape or holds no floats."""
         if name not in self._entries:
             raise UserError(f"{self._directory} holds no tensor {name}")
         file, start, entry = self._entries[name]
@@ -119,7 +111,6 @@ class Tensors:
             return np.frombuffer(data.read(end - begin), dtype).reshape(shape)
 
     def place_of(self, name: str) -> epath.Path:
-        """The file that holds a tensor."""
         return self._directory / self._entries[name][0]
 
 

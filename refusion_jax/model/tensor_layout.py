@@ -40,13 +40,7 @@ class Part(NamedTuple):
 
 
 def tensor_names(family: str, renamed: Mapping[str, str], experts: bool = False) -> dict[str, str]:
-    """Ours -> theirs.
-
-    Args:
-      family: of `families.FAMILIES`.
-      renamed: where a release differs from its family.
-      experts: whether it is for layers that have some.
-    """
+    """Ours -> theirs, for layers with experts or without; `renamed` is where a release differs from its family."""
     own = FAMILIES[family]
     return NAMES | dict(own.names) | (dict(own.experts) if experts else {}) | dict(renamed)
 
@@ -54,12 +48,9 @@ def tensor_names(family: str, renamed: Mapping[str, str], experts: bool = False)
 def layout(
     weights: dict[str, Any], family: str, renamed: Mapping[str, str], vocab_size: int
 ) -> Iterator[tuple[tuple[str, ...], list[Part]]]:
-    """(path in a tree of weights, its parts) of every weight.
+    """(path in a tree of weights, its parts) of every weight in a tree of anything that has their shapes.
 
-    Args:
-      weights: a tree of anything that has their shapes.
-      family, renamed: as for `tensor_names`.
-      vocab_size: rows of the embedding in the directory; ours may have more.
+    `vocab_size` is the number of rows that the embedding has in the directory; ours may have more.
     """
     names = tensor_names(family, renamed)
     for name in [name for name in weights if name not in _STACKS]:

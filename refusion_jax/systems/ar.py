@@ -56,7 +56,6 @@ class State(Continuation):
     last: Int32[Array, "B"]  # the last token, not in the cache yet
 
 
-@dataclasses.dataclass(frozen=True)
 class LeftToRight(Continuer):
     """The decoder with its compiled sizes."""
 
@@ -97,11 +96,7 @@ def reference(model: Transformer, request: Request) -> dict:
 
 
 def scoring_forward(text: ScoredText) -> ScoredTokens:
-    """The forward that scores a text: each token of the continuation is predicted from the one before it.
-
-    Raises:
-      UserError: for an empty prompt.
-    """
+    """The forward that scores a text: each token is predicted from the one before it; UserError for an empty prompt."""
     if not len(text.prompt):
         raise UserError(f"{text.name}: a left-to-right model needs at least one token of prompt before what it scores")
     tokens = np.concatenate([text.prompt, text.continuation])

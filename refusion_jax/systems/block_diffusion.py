@@ -151,7 +151,6 @@ class BlockSettings(BlockSizeSettings):
         return points + [whole | {"threshold": threshold} for threshold in (0.9, 0.7)]
 
 
-@dataclasses.dataclass(frozen=True)
 class BlockByBlock(Continuer):
     """The decoder with its compiled sizes."""
 

@@ -111,13 +111,7 @@ class SoftTail(Objective):
 
 
 def context_masks(is_masked: Bool[Array, "B T"], follows: Bool[Array, "B T"], decay: float) -> Float32[Array, "B T"]:
-    """S: the decayed count of masks at and before each token of its document.
-
-    Args:
-      is_masked: which tokens are masks.
-      follows: which tokens are not the first of their document.
-      decay: p.
-    """
+    """S: the decayed count of masks at and before each token of its document, whose first token does not `follow`."""
     before = jnp.pad(is_masked[:, :-1], ((0, 0), (1, 0))) & follows
     return decayed_sum(is_masked * (1.0 + before), follows * (1.0 - decay))
 
@@ -143,7 +137,6 @@ class State(FilledText):
     passed: Int32[Array, "B"]  # forwards over this block's masks
 
 
-@dataclasses.dataclass(frozen=True)
 class CausalBlocks(Continuer):
     """The decoder with its compiled sizes."""
 

@@ -50,12 +50,11 @@ class ConvSettings(masked.MaskedSettings):
 
 
 class NearKnown(masked.EvenSteps):
-    """Prefers masks near known tokens."""
+    """Prefers masks near known tokens: the probability of the token times tanh(r)."""
 
     def confidence(
         self, s: masked.MaskedText, w: masked.Window, proposal: masked.Proposal, mask_id: int
     ) -> Float32[Array, "B N"]:
-        """The probability of the token times tanh(r)."""
         known = known_nearby(s.text != mask_id, w.position, s.settings.conv_window // 2)
         return proposal.probability * jnp.tanh(known.astype(jnp.float32))
 

@@ -63,11 +63,7 @@ _OPEN_AT, _FORCE_AT = 0.1, 0.95  # committed shares of the block before, as in t
 
 
 def check(section) -> None:
-    """Refuses falling noise.
-
-    Raises:
-      SettingError: where `least` exceeds `most`.
-    """
+    """Raises SettingError where the noise falls."""
     if section.least > section.most:
         raise SettingError("config", "d2f.least", section.least, f"must not exceed d2f.most={section.most}")
 

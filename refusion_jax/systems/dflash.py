@@ -99,11 +99,7 @@ class DraftBlocks(Objective):
 
 
 class WithDrafter(Wrapper):
-    """A model and the drafter that reads its hidden states, on one cache: the model's layers, then the drafter's.
-
-    Raises:
-      UserError: where the drafter is of other sizes.
-    """
+    """A model and the drafter that reads its hidden states, on one cache: the model's layers, then the drafter's."""
 
     def __init__(self, model: Transformer):
         super().__init__(model)
@@ -154,7 +150,6 @@ class ReadingSettings(pard.DraftedSettings):
     drafter: str = setting("", "Run of `dflash` that was trained to draft for this model", scope="compiled")
 
 
-@dataclasses.dataclass(frozen=True)
 class ReadAndDraft(ar.LeftToRight):
     """The decoder with its compiled sizes."""
 

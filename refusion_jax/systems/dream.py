@@ -152,7 +152,7 @@ class DenoiseOnSchedule(masked.MaskedDecoder):
         return Scheduled(self.confidence)
 
     def lay_out(self, requests: Sequence[Request]) -> Layout:
-        """Given tokens, places to decode, settings and schedules of some requests."""
+        """The layout, with `counts` [R, N] among the settings: the schedule of each request."""
         layout, counts = super().lay_out(requests), np.zeros((len(requests), self.new_tokens), np.int32)
         for row, request in enumerate(requests):
             own = _counts(request)

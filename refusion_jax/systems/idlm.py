@@ -126,7 +126,6 @@ class State(Continuation):
     drafted: Int32[Array, "B"]  # how many there are: N - 1, or none after a rejection
 
 
-@dataclasses.dataclass(frozen=True)
 class DraftAndCheck(Continuer):
     """The decoder with its compiled sizes."""
 

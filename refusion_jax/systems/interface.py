@@ -53,11 +53,9 @@ class Objective(abc.ABC):
 
     @abc.abstractmethod
     def corrupt(self, rows: Rows, keys: Key[Array, "B"]) -> Batch:
-        """Corrupts rows into a batch; runs inside `jit`.
+        """Corrupts the packed rows of the global batch, which normalizers cover, into a batch; runs inside `jit`.
 
-        Args:
-          rows: packed rows of the global batch, so that normalizers cover all of it.
-          keys: one per row; a row's noise depends on nothing else.
+        There is a key per row, and a row's noise depends on nothing else.
         """
 
     def input_length(self, row_length: int) -> int:
@@ -65,11 +63,7 @@ class Objective(abc.ABC):
         return self.streams * row_length
 
     def batch(self, rows: Rows, keys: Key[Array, "B"]) -> Batch:
-        """The batch that `corrupt` makes of rows, checked.
-
-        Raises:
-          UserError: where its arrays do not fit together, or its loss terms are not those of `coefficients`.
-        """
+        """The batch of `corrupt`; UserError where its arrays do not fit together, or its terms to `coefficients`."""
         batch, name = self.corrupt(rows, keys), f"{type(self).__name__}.corrupt"
         if set(batch.weights) != set(self.coefficients):
             raise UserError(

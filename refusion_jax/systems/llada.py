@@ -116,10 +116,7 @@ class Denoise(masked.MaskedDecoder):
 def fed_places(s: masked.MaskedText, after: Int32[Array, "B"], merge: int) -> Bool[Array, "B C"]:
     """Which places of the text are fed; none in finished rows.
 
-    Args:
-      s: holds the texts.
-      after: number of the first place to decode after the block.
-      merge: size of the groups of masks after the block.
+    `after` is the number of the first place to decode after the block, from which groups of `merge` masks are merged.
     """
     places, text = s.places, jnp.arange(s.text.shape[1])[None]
     number = jnp.arange(places.position.shape[1])[None] - after[:, None]  # [B, N], counted from after the block

@@ -46,7 +46,6 @@ class BlockSettings(sdar.BlockSettings):
     threshold: float = setting(0.95, "Tokens more probable than this are revealed", at_least=0, at_most=1)
 
 
-@dataclasses.dataclass(frozen=True)
 class BlockByBlock(sdar.BlockByBlock):
     """The decoder with its compiled sizes."""
 
@@ -77,7 +76,6 @@ class EditedText(FilledText):
     post_steps: Int32[Array, "B"]  # forwards since the block has no masks
 
 
-@dataclasses.dataclass(frozen=True)
 class EditedBlocks(sdar.BlockByBlock):
     """The decoder with its compiled sizes."""
 

@@ -46,7 +46,6 @@ class MaskedText(RowState):
 
     @classmethod
     def start_text(cls, layout: Layout, keys: Key[Array, "B"], at_once: int, mask_id: int, **own: Any) -> Self:
-        """The initial state, in the first block."""
         zeros = jnp.zeros_like(layout.given.length)
         return super().start_text(layout, keys, at_once, mask_id, block=zeros, block_step=zeros, **own)
 
@@ -67,7 +66,6 @@ class Window:
 
     @property
     def size(self) -> Int32[Array, "B"]:
-        """Number of places without padding."""
         return jnp.sum(self.is_in, axis=1)
 
 
@@ -80,7 +78,6 @@ class Proposal(NamedTuple):
 
     @property
     def probability(self) -> Float32[Array, "B K"]:
-        """The probability of each token."""
         return probability(self.real, self.token)
 
 
@@ -110,7 +107,6 @@ class EvenSteps:
         return ranks(self.confidence(s, w, proposal, mask_id), w) < share[:, None]
 
 
-@dataclasses.dataclass(frozen=True)
 class MaskedSettings(shared.Settings):
     """Settings that all masked decoders know; where one lets the user choose, it declares a field of this name."""
 
@@ -134,11 +130,6 @@ class MaskedDecoder(Decoder):
 
     @classmethod
     def for_requests(cls, requests: Sequence[Request], model: ModelConfig) -> Self:
-        """The smallest sizes that serve all of these requests.
-
-        Raises:
-          UserError: where a request begins with a gap, and the model cannot write a first token.
-        """
         N, shifted = most_new_tokens(requests), cls.always_shifted or model.shifted
         if shifted:
             check_first(requests)
@@ -147,7 +138,6 @@ class MaskedDecoder(Decoder):
         return cls.sized(requests, model, **sizes)
 
     def init(self, _: Transformer, layout: Layout, keys: Key[Array, "B"]) -> MaskedText:
-        """The initial state; there is no prefill."""
         return MaskedText.start_text(layout, keys, self.block_length, self.ids.mask_id)
 
     def scored(self, model: Transformer, rows: int) -> int:
@@ -228,8 +218,7 @@ def commit(
     """The state once some masks of a window are committed; a row whose answer is complete becomes inactive.
 
     Args:
-      s: the state before.
-      w: the window.
+      s, w: the state before, and the window.
       chosen: a token for each of its places.
       committed: which of them to commit; places that are not masked are ignored.
       ids: of the special tokens.
@@ -266,15 +255,10 @@ def fill(
     shift: int = 0,
     fed: list[int] | None = None,
 ) -> None:
-    """The decoding of some places in plain Python: each forward commits the masks with the highest scores.
+    """Fills some places in plain Python: each forward commits the masks with the highest scores, as `counts` says.
 
-    Args:
-      plain: the text; it ends once it is complete.
-      counts: of the masks that each forward commits.
-      score: of a mask, by the probabilities of its token and its place.
-      places: to be filled.
-      shift: the token at a place is read so many places before it.
-      fed: the places that are fed; all by default.
+    The score of a mask is that of the probabilities of its token, and of its place; the token is read `shift` places
+    before it. The places that are fed are by default all. It ends once the text is complete.
     """
     for count in counts:
         p = plain.denoise("denoise", fed)
@@ -286,11 +270,7 @@ def fill(
 
 
 def check_first(requests: Sequence[Request]) -> None:
-    """Refuses texts that begin with a gap, of which a shifted model cannot write the first token.
-
-    Raises:
-      UserError: naming the request.
-    """
+    """Raises UserError for texts that begin with a gap, of which a shifted model cannot write the first token."""
     for request in requests:
         if min(start for start, _ in request.gaps) == 0:
             raise UserError(
@@ -300,11 +280,9 @@ def check_first(requests: Sequence[Request]) -> None:
 
 
 def widths(capacity: int, least: int = 0) -> list[int]:
-    """The widths that are compiled: C / 4, C / 2, 3 C / 4 and C, in ascending order.
+    """The widths that are compiled: C / 4, C / 2, 3 C / 4 and C, in ascending order, but at least `least`.
 
-    Args:
-      capacity: C.
-      least: what is narrower is made as wide. No text is shorter than its answer, N, so whole texts need no less.
+    No text is shorter than its answer, N, so whole texts need no less.
     """
     return sorted({max(least, -(-capacity * i // _WIDTHS)) for i in range(1, _WIDTHS + 1)})
 
@@ -322,14 +300,10 @@ def denoise(
     shifted: bool,
     is_fed: Bool[Array, "B C"] | None = None,
 ) -> Float32[Array, "B K V"]:
-    """One forward over the text: logits at some positions.
+    """One forward over the text: logits for some positions of it; those of finished rows mean nothing.
 
-    Args:
-      model: the transformer.
-      s: holds the texts.
-      position: in the text, for which logits are wanted; those of finished rows mean nothing.
-      shifted: whether the token at j is read from the logits at j - 1.
-      is_fed: which places are fed, none in finished rows; by default the whole text.
+    If shifted, the token at j is read from the logits at j - 1. By default the whole text is fed; of finished rows no
+    place may be.
     """
     (B, C), N = s.text.shape, s.places.position.shape[1]
     at = jnp.maximum(position - shifted, 0)  # place 0 is never decoded then: see `check_first`

@@ -60,7 +60,6 @@ class State(Continuation):
     count: Int32[Array, "B"]  # how many of them count
 
 
-@dataclasses.dataclass(frozen=True)
 class DraftAndVerify(Continuer):
     """The decoder with its compiled sizes."""
 

@@ -96,13 +96,9 @@ class LookUp(Continuer):
 def look_up(
     text: Int32[Array, "B C"], length: Int32[Array, "B"], count: int, ngram: int
 ) -> tuple[Int32[Array, "B M"], Int32[Array, "B"]]:
-    """Drafts of the tokens after a text, and how many of them count: all, or none if its last token is new in it.
+    """M drafts of the tokens after a text, and how many of them count: all, or none if its last token is new in it.
 
-    Args:
-      text: tokens; those from index `length` on do not count.
-      length: of the text, at least 1.
-      count: M.
-      ngram: last tokens that are compared, at most.
+    Of the text those before index `length` count, at least 1. At most `ngram` last tokens are compared.
     """
     index, last = jnp.arange(text.shape[1])[None], length[:, None] - 1
     same, equal = jnp.zeros_like(text), index < last  # number of tokens up to each index that equal the last ones

@@ -31,7 +31,6 @@ class BlockSettings(block_diffusion.BlockSettings):
         return [{"threshold": threshold} for threshold in (0.95, 0.85, 0.7, 0.5)]
 
 
-@dataclasses.dataclass(frozen=True)
 class BlockByBlock(block_diffusion.BlockByBlock):
     """The decoder with its compiled sizes."""
 

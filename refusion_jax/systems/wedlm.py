@@ -117,7 +117,6 @@ class WindowSettings(shared.Settings):
         return whole + [narrow | {"entropy_threshold": threshold} for threshold in (0.1, 0.2, 0.4)]
 
 
-@dataclasses.dataclass(frozen=True)
 class SlidingWindow(Continuer):
     """The decoder with its compiled sizes."""
 

@@ -20,10 +20,7 @@ def scoring_forward(text: ScoredText) -> ScoredTokens:
 
     In the order "left_to_right" each token is predicted by the one before it, as lossless drafting writes it, and the
     first one of a text without prompt by a mask. In another order of slots the first token of each is predicted by a
-    mask that sees what comes before the slot, as in plan and infill.
-
-    Raises:
-      UserError: where the order does not name every slot once.
+    mask that sees what comes before the slot, as in plan and infill: see `slot_scoring`.
     """
     if text.order != "left_to_right":
         return slot_scoring(text)

@@ -190,14 +190,9 @@ class Drafting(Continuer):
     def _advance(
         self, s: State, cache: kv.Cache, logits: Float32[Array, "B _ V"], prefixes: Int32[Array, "B G"], n: int
     ) -> State:
-        """The next state.
+        """The next state, from one with as many drafts as were fed, and the cache that the forward has written to.
 
-        Args:
-          s: the state, with as many drafts as were fed.
-          cache: which the forward has written to.
-          logits: at the last token and the drafts, n in all, then at the masks.
-          prefixes: number of drafts that the masks see.
-          n: number of verified places.
+        The logits are those at the n verified places, the last token and the drafts, and then at the masks.
         """
         offset, first, settings = jnp.arange(n)[None], self._next_place(s), s.settings
         places = first[:, None] + offset
@@ -240,11 +235,9 @@ class Drafting(Continuer):
 
         Args:
           s: the state before.
-          likely: the distributions at the masks, W = N G of them.
-          sure: the highest probability at each.
+          likely, sure: the distributions at the masks, W = N G of them, and the highest probability of each.
           prefixes: number of drafts that the masks see.
-          accepted: number of accepted drafts.
-          kept: number of committed tokens.
+          accepted, kept: number of accepted drafts, and of committed tokens.
         """
         M, N = s.drafts.shape[1], likely.shape[1] // prefixes.shape[1]
         usable = jnp.where(prefixes <= accepted[:, None], prefixes, -1)

@@ -93,13 +93,9 @@ class DenseSlots(Objective):
 
 
 def draw_noise(keys: Key[Array, "B"], rows: Rows, sizes: tuple[int, ...], text_order: float) -> Noise:
-    """Draws slot size, order and phase of each document, and which slots are copied.
+    """Draws slot size, order and phase of each document, and which slots are copied, from a key per row.
 
-    Args:
-      keys: one per row; a row's noise depends on nothing else.
-      rows: the packed rows.
-      sizes: slot sizes to draw from.
-      text_order: probability that a document's slots stay in the order of the text.
+    `text_order` is the probability that a document's slots stay in the order of the text.
     """
     T = rows.tokens.shape[1]
 

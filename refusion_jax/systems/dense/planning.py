@@ -24,7 +24,6 @@ from refusion_jax.systems.refusion.feed import Feed
 from refusion_jax.systems.refusion.settings import CONFIDENCE, EXACT, LEFT_TO_RIGHT, THRESHOLD, SlotSettings
 
 
-@dataclasses.dataclass(frozen=True)
 class PlanSettings(SlotSettings):
     """How to plan and infill."""
 
@@ -48,7 +47,6 @@ class PlanSettings(SlotSettings):
         return dataclasses.replace(self, infill=EXACT, token_threshold=max(self.token_threshold, 0.0))
 
 
-@dataclasses.dataclass(frozen=True)
 class PlanAlone(ExactInfill):
     """The decoder with its compiled sizes."""
 

@@ -1,6 +1,5 @@
 """ReFusion (arXiv 2512.13586): slot diffusion, with slots in any order and the tokens of a slot left to right."""
 
-import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -21,7 +20,6 @@ from refusion_jax.systems.refusion.settings import EXACT, THRESHOLD
 CLAIMS = (Claim("llada", accuracy=1.34, speed=18.0), Claim("ar", accuracy=0.98, speed=2.33))
 
 
-@dataclasses.dataclass(frozen=True)
 class PlanAndInfill(SlotDecoder):
     """The decoder `refusion`: one of its two, as the setting `infill` says."""
 

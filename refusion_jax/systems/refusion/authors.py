@@ -12,7 +12,6 @@ guessed, the next draft is already there.
 Axes: B rows, M slots of a block, K slot size, W width of the feed.
 """
 
-import dataclasses
 from typing import ClassVar
 
 import jax.numpy as jnp
@@ -39,7 +38,6 @@ class ThresholdWork(Work):
         return jnp.where((self.phase == PROPOSE)[:, None], self.accepted, self.likely_failure)
 
 
-@dataclasses.dataclass(frozen=True)
 class ThresholdInfill(SlotDecoder):
     """The decoder with its compiled sizes."""
 
@@ -107,7 +105,6 @@ class ThresholdInfill(SlotDecoder):
         return super().visible(work, feed) & seen
 
     def begin(self, chosen: Bool[Array, "B M"], block: Block, plan: Reading, settings: TracedSettings) -> ThresholdWork:
-        """Verifies the drafts of the chosen slots."""
         none = jnp.zeros(chosen.shape, jnp.int32)
         phase = jnp.full(chosen.shape[:1], VERIFY, jnp.int32)
         failure = likely_failure(plan.chance, none, block.size, settings)
@@ -172,17 +169,9 @@ def likely_failure(
 ) -> Int32[Array, "B M"]:
     """Where drafts will most likely be rejected: the first token below the threshold, or else the least probable one.
 
-    The probabilities given mask tokens are used in place of those given the drafts, which are not known yet. The token
-    right after the accepted prefix of a slot cannot fail.
-
-    Args:
-      chance: probability of each draft when it was made.
-      runs: length of each slot's accepted prefix.
-      size: of each slot.
-      settings: token_threshold.
-
-    Returns:
-      The place in the slot; the size of the slot if no token can fail.
+    The place in the slot, or the size of the slot if no token can fail: the token right after the accepted prefix,
+    of length `runs`, cannot. The `chance` of each draft when it was made, given mask tokens, is used in place of that
+    given the drafts, which are not known yet.
     """
     offset = jnp.arange(chance.shape[2])[None, None]
     can_fail = (offset > runs[:, :, None]) & (offset < size[:, :, None])

@@ -38,7 +38,6 @@ class ForwardShape:
 
     @property
     def places(self) -> int:
-        """Places of a shard."""
         return self.tile * self.tiles
 
 
@@ -53,7 +52,7 @@ class Sizes:
 
     @classmethod
     def of(cls, model: Transformer, rows: int, width: int, needed: int, budget: int, slot_size: int) -> Self:
-        """The sizes for a batch of this many rows, on the mesh of `jax.set_mesh`; the others are for `shapes_of`."""
+        """The sizes for a batch of this many rows, on the mesh of `jax.set_mesh`; see `shapes_of`."""
         shards, itemsize = shard_count_here("batch"), model.operand_dtype.itemsize
         free = free_tokens(model.weight_bytes, device_kind_here(), itemsize)
         shapes = shapes_of(rows // shards, width, needed, max(budget, MOST_ODDS * free), slot_size)
@@ -93,11 +92,10 @@ def shapes_of(rows: int, width: int, needed: int, budget: int, slot_size: int) -
     Rows are seldom wide at the same time, so most forwards need only part of the places that all rows could fill.
 
     Args:
-      rows: of a shard.
-      width: tokens of a row, at most.
-      needed: those of them without speculation, at most.
+      rows: of a shard; most have whole slots.
+      width, needed: tokens of a row, at most, and those of them without speculation.
       budget: up to how many tokens all rows together may speculate.
-      slot_size: most rows have whole slots.
+      slot_size: of these rows.
     """
     most = max(rows * needed, min(rows * width, budget))
     sizes = [-(-most * 2**i // 3**i) for i in range(_SHAPES)]
@@ -120,16 +118,10 @@ def worthwhile(
 ) -> Int32[Array, "B"]:
     """The largest number of speculative tokens that pays for a row, by how often its drafts were all accepted.
 
-    A forward pass of n tokens takes about as long as `free` + n tokens' arithmetic. If the drafts before them are
-    accepted, speculative tokens need not be fed later, and one forward of the row is saved, of which the weights are
-    read for all live rows together; otherwise they are lost. With odds of o they are expected to pay up to o free /
-    rows tokens.
-    Args:
-      free: tokens that a forward pass can compute in the time of reading the weights.
-      hits: how often all drafts before a speculative plan were accepted.
-      misses: how often they were not.
-      active: rows that are not finished.
-      shards: S.
+    A forward pass of n tokens takes about as long as the arithmetic of n tokens and of the `free` ones that it could
+    compute while it reads the weights. If the drafts before them are accepted (`hits`, else `misses`), speculative
+    tokens need not be fed later, and one forward of the row is saved, of which the weights are read for all live rows
+    together; otherwise they are lost. With odds of o they are expected to pay up to o free / rows tokens.
     """
     rows = jnp.sum(active.reshape(shards, -1), axis=1, dtype=jnp.int32)
     rows = jnp.repeat(jnp.maximum(rows, 1), active.shape[0] // shards)
@@ -144,20 +136,14 @@ def choose(
     shapes: tuple[ForwardShape, ...],
     shards: int,
 ) -> tuple[Int32[Array, ""], Int32[Array, "B"]]:
-    """Chooses the shape to run, and the number of speculative tokens of each row.
+    """(index of the smallest shape that holds what is needed and what pays; number of speculative tokens of each row).
 
     Args:
-      needed: tokens of each row that must be fed.
+      needed, budget: as for `Sizes.grant`.
       requested: speculative tokens of each row; it asks for the first option that pays, or else for the
         first one, in case the shape has room.
-      budget: tokens up to which a forward pass of a shard may speculate, by the settings of each row.
       affordable: tokens up to which each option pays whatever the budget.
-      shapes: from `shapes_of`.
-      shards: S.
-
-    Returns:
-      (the index of the smallest shape that holds all needed tokens and the speculative ones that pay; the number of
-      speculative tokens of each row).
+      shapes, shards: from `shapes_of`; S.
     """
     needed, budget = (x.reshape(shards, -1) for x in (needed, budget))  # [S, B/S]
     requested, affordable = (x.reshape(*needed.shape, -1) for x in (requested, affordable))

@@ -13,7 +13,6 @@ In brackets: speculative. A row verifies until all chosen slots are committed.
 Axes: B rows, M slots of a block, K slot size.
 """
 
-import dataclasses
 from typing import ClassVar
 
 import jax.numpy as jnp
@@ -35,7 +34,6 @@ class ExactWork(Work):
     planned_chance: Float32[Array, "B M K"]  # their probabilities in the plan
 
 
-@dataclasses.dataclass(frozen=True)
 class ExactInfill(SlotDecoder):
     """The decoder with its compiled sizes."""
 
@@ -51,11 +49,9 @@ class ExactInfill(SlotDecoder):
         return Needs(chosen, jnp.where(chosen, here.size, 0), none, none, is_read, is_verify)
 
     def candidates(self, work: ExactWork) -> Int32[Array, "B M K"]:
-        """The tokens whose probability is wanted, given the drafts before them."""
         return work.planned
 
     def begin(self, chosen: Bool[Array, "B M"], block: Block, plan: Reading, settings: TracedSettings) -> ExactWork:
-        """The work of rows whose plan has chosen these slots of a block."""
         phase = jnp.full(chosen.shape[:1], VERIFY, jnp.int32)
         return ExactWork(phase, chosen, plan.token, jnp.zeros(chosen.shape, jnp.int32), plan.token, plan.chance)
 

@@ -71,12 +71,9 @@ class Reading:
 
 
 def pack(parts: Sequence[Part], candidates: Int32[Array, "B M K"], width: int) -> Feed:
-    """Packs parts into a feed.
+    """Packs parts, with at most W tokens of each row together, into a feed; the first one is the drafts.
 
-    Args:
-      parts: with at most W tokens of each row together; the first one is the drafts.
-      candidates: at each draft, the token whose probability is wanted there; it is read at the token before.
-      width: W.
+    At each draft, `candidates` has the token whose probability is wanted there; it is read at the token before.
     """
     B, M, K = candidates.shape
     U, offset = len(parts) * M * K, jnp.arange(K)[None, None]
@@ -116,12 +113,9 @@ def run(
     """One forward: (input of the output head, packed; index there of each place of the feed; entries of the drafts).
 
     Args:
-      model: the transformer.
-      cache: the committed tokens, which all tokens of the feed attend to.
-      feed: what is fed.
-      visible: which tokens of the feed each one attends to.
-      shape: index of the compiled shape to run.
-      sizes: with the shapes.
+      model, cache: the transformer, and the committed tokens, which all tokens of the feed attend to.
+      feed, visible: what is fed, and which tokens of it each one attends to.
+      shape, sizes: index of the compiled shape to run, and the shapes.
       drafts: the largest number of drafts of a row: only these can be committed.
     """
     W, most = feed.tokens.shape[1], sizes.shapes[-1].places
@@ -159,13 +153,10 @@ def read(
     """Reads the tokens at all places of a feed whose logits are needed, for each part.
 
     Args:
-      model: its output head is used.
-      hidden, index: of the forward.
-      feed: what was fed.
+      model, hidden, index, feed: the output head, what the forward gave, and what was fed.
       draws: of each row the key of the new samples, the key that the drafts were sampled with, and the settings.
       ids: of the special tokens.
-      sizes: with C.
-      grid: B, M, K.
+      sizes, grid: with C; B, M, K.
     """
     (B, W), shards, portion = feed.tokens.shape, sizes.shards, sizes.portion
 

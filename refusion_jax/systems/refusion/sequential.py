@@ -7,7 +7,6 @@ committed yet, and a mask token, which is used at the start of a slot.
 Axes: B rows, N places to decode.
 """
 
-import dataclasses
 from collections.abc import Sequence
 from typing import ClassVar
 
@@ -34,7 +33,6 @@ class State(Continuation):
     last_place: Int32[Array, "B"]  # its position in the text
 
 
-@dataclasses.dataclass(frozen=True)
 class Sequential(Continuer):
     """The decoder with its compiled sizes."""
 

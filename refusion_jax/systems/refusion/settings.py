@@ -30,11 +30,7 @@ class _Slots(shared.Settings):
 
 @dataclasses.dataclass(frozen=True)
 class SlotSettings(_Slots):
-    """How to decode a slot-diffusion model (ReFusion, arXiv 2512.13586, section 3.3).
-
-    Raises:
-      SettingError: for an impossible value, naming it, the reason, and what would be possible.
-    """
+    """How to decode a slot-diffusion model (ReFusion, arXiv 2512.13586, section 3.3)."""
 
     serial_blocks: int = setting(
         1, "The answer is cut into this many equal blocks of slots, decoded one after the other", at_least=1,
@@ -129,7 +125,6 @@ class SlotSettings(_Slots):
         return self.slot_size * self.serial_blocks
 
 
-@dataclasses.dataclass(frozen=True)
 class SequentialSettings(_Slots):
     """How to decode such a model one token per forward."""
 

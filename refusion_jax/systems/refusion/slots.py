@@ -55,16 +55,10 @@ def slot_starts(rows: Rows, slot_size: Int32[Array, "B T"]) -> Int32[Array, "B T
 
 
 def draw_noise(keys: Key[Array, "B"], rows: Rows, sizes: tuple[int, ...], eps: float) -> Noise:
-    """Draws slot size, mask ratio, masked slots and the order of the clean ones.
+    """Draws slot size, mask ratio, masked slots and the order of the clean ones, from a key per row.
 
     k ~ U(sizes) and t ~ U(0, 1) per document, p = (1 - eps) t + eps; each slot is masked with probability p; clean
     slots come in a uniformly random order (ReFusion, section 3.2).
-
-    Args:
-      keys: one per row; a row's noise depends on nothing else.
-      rows: the packed rows.
-      sizes: slot sizes to draw from.
-      eps: the least mask probability.
     """
     T = rows.tokens.shape[-1]
     document = document_start(rows.segment_ids)
