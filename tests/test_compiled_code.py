@@ -58,6 +58,7 @@ def test_a_doctored_program_in_a_downloaded_run_is_not_run(no_cache_yet, tmp_pat
 
     def compute(directory, whose, factor):
         jax.config.update("jax_compilation_cache_dir", None)
+        compilation_cache.reset_cache()  # each call stands for a process
         keep_compiled(epath.Path(directory), whose)
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
 
