@@ -42,12 +42,8 @@ from refusion_jax.serving.sizes import sized
 from refusion_jax.serving.terminal import Screen, printable
 from refusion_jax.systems.api import DecodeSettings, all_settings, check_settings, read_settings
 
-_CHECKPOINT = flags.DEFINE_string(
-    "checkpoint", None, "A run's directory, one step in its checkpoints/, or a Hugging Face directory"
-)
-_CACHE = flags.DEFINE_string(
-    "compilation_cache", None, "Directory of compiled programs, or off; by default one in the user's cache directory"
-)
+_CHECKPOINT = flags.DEFINE_string("checkpoint", None, command.CHECKPOINT)
+_CACHE = flags.DEFINE_string("compilation_cache", None, command.COMPILED)
 _DTYPE = flags.DEFINE_enum("dtype", "float32", ["float32", "bfloat16"], "Of weights, cache and computation")
 _TENSOR = flags.DEFINE_integer("mesh.tensor", 1, "Split heads and weights over this many devices", lower_bound=1)
 _OWN = {name: own for name, own in all_settings().items() if name != "batch_size"}

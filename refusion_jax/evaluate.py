@@ -55,9 +55,7 @@ from refusion_jax.evaluation.likelihood import held_out_bits, spread
 from refusion_jax.systems.api import DecodeSettings, all_settings, check_settings
 from refusion_jax.systems.registry import system_of
 
-_CHECKPOINT = flags.DEFINE_string(
-    "checkpoint", None, "A run's directory, one step in its checkpoints/, or a Hugging Face directory"
-)
+_CHECKPOINT = flags.DEFINE_string("checkpoint", None, command.CHECKPOINT)
 _TASKS = flags.DEFINE_list("tasks", None, "Names of tasks, with commas between")
 _PREPARED = flags.DEFINE_string("data", None, "Instead of --tasks: a directory that `prepare` wrote, to be scored")
 _OUTPUT = flags.DEFINE_string("output", None, "Directory of the results: made, or continued")

@@ -76,9 +76,7 @@ from refusion_jax.serving.terminal import Screen, printable
 from refusion_jax.systems.api import DecodeSettings, all_settings, check_settings, decoder_for, play, stream
 from refusion_jax.systems.registry import decoders, default_decoder, default_system, find_decoder
 
-_CHECKPOINT = flags.DEFINE_string(
-    "checkpoint", None, "A run's directory, one step in its checkpoints/, or a Hugging Face directory"
-)
+_CHECKPOINT = flags.DEFINE_string("checkpoint", None, command.CHECKPOINT)
 _INPUT = flags.DEFINE_string("input", None, "JSONL file of prompts")
 _PROMPT = flags.DEFINE_string("prompt", None, "One prompt, instead of --input")
 _OUTPUT = flags.DEFINE_string("output", None, "JSONL file of answers; stdout by default")
@@ -90,9 +88,7 @@ _COMPARE = flags.DEFINE_string(
     "compare", None, "With --watch: a decoder, or a checkpoint, whose decodings are shown next to them"
 )
 _JSON = flags.DEFINE_bool("json", False, "With --prompt at a terminal: print the whole record, not only the text")
-_CACHE = flags.DEFINE_string(
-    "compilation_cache", None, "Directory of compiled programs, or off; by default one in the user's cache directory"
-)
+_CACHE = flags.DEFINE_string("compilation_cache", None, command.COMPILED)
 _STOP = flags.DEFINE_multi_string("stop", [], "Cut answers where this text begins; may be given several times")
 _DTYPE = flags.DEFINE_enum("dtype", "float32", ["float32", "bfloat16"], "Of weights, cache and computation")
 _DATA = flags.DEFINE_integer("mesh.data", 1, "Split the batch over this many devices", lower_bound=1)

@@ -37,9 +37,7 @@ from refusion_jax.distributed.host_memory import return_freed_memory, use_one_he
 from refusion_jax.distributed.sharding import make_mesh
 from refusion_jax.systems.api import DecodeSettings, all_settings, check_settings
 
-_CHECKPOINT = flags.DEFINE_string(
-    "checkpoint", None, "A run's directory, one step in its checkpoints/, or a Hugging Face directory"
-)
+_CHECKPOINT = flags.DEFINE_string("checkpoint", None, command.CHECKPOINT)
 _HOST = flags.DEFINE_string(
     "host", "127.0.0.1", "Address to listen on; 0.0.0.0: on all of them, for all who can reach them"
 )
@@ -71,9 +69,7 @@ _STRUCTURED = flags.DEFINE_bool(
     "structured", False, "Compile for structured answers before it listens; else the first of them waits for that"
 )
 _LOG = flags.DEFINE_bool("access_log", False, "Print a JSON line for each request, with its X-Request-Id")
-_CACHE = flags.DEFINE_string(
-    "compilation_cache", None, "Directory of compiled programs, or off; by default one in the user's cache directory"
-)
+_CACHE = flags.DEFINE_string("compilation_cache", None, command.COMPILED)
 _DTYPE = flags.DEFINE_enum("dtype", "float32", ["float32", "bfloat16"], "Of weights, cache and computation")
 _DATA = flags.DEFINE_integer("mesh.data", 1, "Split the batch over this many devices", lower_bound=1)
 _TENSOR = flags.DEFINE_integer("mesh.tensor", 1, "Split heads and weights over this many devices", lower_bound=1)

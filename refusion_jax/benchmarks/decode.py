@@ -58,23 +58,25 @@ _DEFAULTS = {"max_new_tokens": 128}
 
 def define_flags(own: flags.FlagValues) -> None:
     """The flags of this benchmark."""
-    text = functools.partial(flags.DEFINE_string, flag_values=own)
     number = functools.partial(flags.DEFINE_integer, flag_values=own, lower_bound=1)
-    text("checkpoint", None, "Trained weights; random ones by default")
-    flags.DEFINE_enum("size", "tiny", [*SIZES], "Shape of random weights", flag_values=own)
-    dtypes = ["float32", "bfloat16"]
-    flags.DEFINE_enum("dtype", "float32", dtypes, "Of weights, cache and computation", flag_values=own)
     flags.DEFINE_list("batch_sizes", ["1", "8", "32"], "Rows at once, each measured", flag_values=own)
-    text("prompts", None, "JSONL as for generate --input, all of which is decoded; random prompts by default")
     number("prompts_per_row", 2, "Random prompts for every row of the batch")
     number("prompt_length", 32, "Tokens of a random prompt")
     define_shared(own)
-    flags.DEFINE_multi_string("setup", None, "A decoder and settings of its own, such as 'ar top_k=5'", flag_values=own)
-    number("repeats", 3, "Interleaved repeats of each setup; the median counts")
 
 
 def define_shared(own: flags.FlagValues) -> None:
-    """The flags --decode.NAME of what all setups share; --setup names the method, and --batch_sizes the sizes."""
+    """The flags of the model, the prompts and the setups, and --decode.NAME of what all setups share.
+
+    --setup names the method, and --batch_sizes the sizes.
+    """
+    flags.DEFINE_string("checkpoint", None, "Trained weights; random ones by default", flag_values=own)
+    flags.DEFINE_enum("size", "tiny", [*SIZES], "Shape of random weights", flag_values=own)
+    dtypes = ["float32", "bfloat16"]
+    flags.DEFINE_enum("dtype", "float32", dtypes, "Of weights, cache and computation", flag_values=own)
+    flags.DEFINE_string("prompts", None, "JSONL as for generate --input; random prompts by default", flag_values=own)
+    flags.DEFINE_multi_string("setup", None, "A decoder and settings of its own, such as 'ar top_k=5'", flag_values=own)
+    flags.DEFINE_integer("repeats", 3, "Interleaved repeats of each setup; the median counts", 1, flag_values=own)
     shared = {name: setting for name, setting in all_settings().items() if name not in ("method", "batch_size")}
     command.define_settings(shared, own, _DEFAULTS)
 

@@ -31,6 +31,10 @@ _NO = ("", "0", "false", "f", "no", "n", "off")  # as JAX reads it
 _BAD_BACKEND = re.compile("Unable to initialize backend ('cpu'|.* not in the list of known backends)")  # JAX's words
 _LONGEST_LINE = 2000  # characters of an error
 
+# What flags are for that several commands have.
+CHECKPOINT = "A run's directory, one step in its checkpoints/, or a Hugging Face directory"
+COMPILED = "Directory of compiled programs, or off; by default one in the user's cache directory"
+
 
 def run(
     main: Callable[[], None],

@@ -39,14 +39,14 @@ def define_flags(own: flags.FlagValues) -> None:
 def define_shared(own: flags.FlagValues) -> None:
     """The flags of both sides."""
     text = functools.partial(flags.DEFINE_string, flag_values=own)
-    text("checkpoint", None, "A run's directory, one step in its checkpoints/, or a Hugging Face directory")
+    text("checkpoint", None, command.CHECKPOINT)
     text("key", None, "PEM file of a private key and its self-signed certificate, the same on both machines")
     choices = ["same", "int8", "int4"]
     for name, what in (("weights", "Weights"), ("cache", "Keys and values")):
         flags.DEFINE_enum(name, "same", choices, f"{what} of this side's layers: same (as --dtype)", flag_values=own)
     dtypes = ["float32", "bfloat16"]
     flags.DEFINE_enum("dtype", "float32", dtypes, "Of weights, cache and computation", flag_values=own)
-    text("compilation_cache", None, "Directory of compiled programs, or off; by default one in the user's cache")
+    text("compilation_cache", None, command.COMPILED)
 
 
 def main(own: flags.FlagValues) -> None:

@@ -30,7 +30,6 @@ from rich.console import Console
 from rich.table import Table
 
 from refusion_jax.benchmarks.decode import (
-    SIZES,
     define_shared,
     prompts_in,
     random_model,
@@ -53,14 +52,8 @@ def define_flags(own: flags.FlagValues) -> None:
     """The flags of this benchmark."""
     flags.DEFINE_string("checkout", None, "Clone of the authors' repository; its code is run", flag_values=own)
     flags.DEFINE_string("python", sys.executable, "Interpreter that has torch and transformers", flag_values=own)
-    flags.DEFINE_string("checkpoint", None, "Trained weights; random ones by default", flag_values=own)
-    flags.DEFINE_enum("size", "tiny", [*SIZES], "Shape of random weights", flag_values=own)
-    flags.DEFINE_enum("dtype", "float32", ["float32", "bfloat16"], "Of weights and computation", flag_values=own)
-    flags.DEFINE_string("prompts", None, "JSONL as for generate --input; random prompts by default", flag_values=own)
     flags.DEFINE_integer("count", 40, "How many prompts, the first ones", 1, 100_000, flag_values=own)
     flags.DEFINE_list("batch_sizes", ["1", "32"], "Prompts that we decode at once, each measured", flag_values=own)
-    flags.DEFINE_multi_string("setup", None, "A decoder and settings of its own", flag_values=own)
-    flags.DEFINE_integer("repeats", 3, "Interleaved repeats; the median counts", 1, flag_values=own)
     define_shared(own)
 
 
