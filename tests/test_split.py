@@ -195,7 +195,7 @@ def test_several_devices_are_computed_together(served, model, key, monkeypatch):
         together = [devices.submit(ask, links[0], xs[0])]
         wait_until(lambda: sizes == [1])
         together += [devices.submit(ask, *pair) for pair in zip(links[1:], xs[1:], strict=True)]
-        wait_until(lambda: service._batches.waiting() == 2)
+        wait_until(lambda: service._batches._jobs.qsize() == 2)
         others_wait.set()
     np.testing.assert_allclose([each.result() for each in together], alone, rtol=1e-5, atol=1e-6)
     assert sizes == [1, 2]

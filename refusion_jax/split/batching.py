@@ -47,10 +47,6 @@ class Batches:
         self._jobs.put(job)
         return job.result.result()
 
-    def waiting(self) -> int:
-        """Jobs that no batch has yet."""
-        return self._jobs.qsize()
-
     def _compute(self) -> None:
         waiting: list[ForwardJob] = []
         while True:
