@@ -2,11 +2,12 @@
 
 import functools
 import time
+from importlib import resources
 from typing import Annotated, Any
 
 import anyio
 from fastapi import Depends, FastAPI, Request, Response
-from fastapi.responses import JSONResponse
+from fastapi.responses import HTMLResponse, JSONResponse
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
@@ -14,7 +15,6 @@ from starlette.exceptions import HTTPException
 
 from refusion_jax.serving.access import Access, KeyCheck, guard_access
 from refusion_jax.serving.errors import handle_errors, read_body
-from refusion_jax.serving.page import page
 from refusion_jax.serving.protocol import Chat, Completion, Detokenize, Tokenize
 from refusion_jax.serving.reply import Reply, to_json
 from refusion_jax.serving.responses import TextReply, TextRequest
@@ -34,7 +34,7 @@ def make_app(service: Service, access: Access, version: str) -> FastAPI:
         """Few for structured answers: a grammar may take seconds, and the first ones wait for programs."""
         return structured if body.constraints else None
 
-    app.add_route("/", page)
+    app.add_route("/", _page)
     handle_errors(app, service.engine.settings.cache_length)
     guard_access(app, access)
     described = {"id": service.name, "object": "model", "created": int(time.time()), "owned_by": "refusion_jax"}
@@ -135,6 +135,16 @@ def _said(delta: Delta) -> dict[str, Any]:
 
 _SMALL = 1 << 13  # bytes, of which any take a millisecond at most
 _REFERENCE = "#/components/schemas/{model}"
+_POLICY = (  # of the page, which talks to the routes that every client has, and loads nothing else
+    "default-src 'none'; connect-src 'self'; img-src data:; style-src 'unsafe-inline'; script-src 'unsafe-inline'; "
+    "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+)
+
+
+async def _page(request: Request) -> HTMLResponse:
+    """For people; without a key, as it holds no data."""
+    html = resources.files("refusion_jax.serving").joinpath("page.html").read_text("utf-8")
+    return HTMLResponse(html, headers={"Content-Security-Policy": _POLICY})
 
 
 def _schemas(service: Service) -> dict[str, Any]:
