@@ -108,9 +108,9 @@ def test_a_setting_is_chosen_by_some_problems_and_scored_on_others():
     own, *_ = curves(dataclasses.replace(RESULTS, tests=tests))
     chosen = own.fastest("1")
     assert chosen.settings == "fast"
-    assert chosen.accuracy.values == (0.5, 0.6)
-    assert chosen.of_family("sum").values == (0.5, 0.6)
-    assert chosen.speed["1"].values == (300.0, 300.0)  # the time is that of the problems that chose it
+    assert chosen.accuracy == (0.5, 0.6)
+    assert chosen.of_family("sum") == (0.5, 0.6)
+    assert chosen.speed["1"] == (300.0, 300.0)  # the time is that of the problems that chose it
     told = report.claims(curves(dataclasses.replace(RESULTS, tests=tests)))
     assert "| refusion | llada | their own | 1.34x | 1.10x |" in told
 

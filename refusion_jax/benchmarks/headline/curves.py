@@ -16,23 +16,10 @@ PROXY = "proxy"  # in place of a batch size: one prompt at a time, at the cost o
 MARGIN = f"{100 * WITHIN:.0f} percentage point"  # the same in words
 
 
-@dataclasses.dataclass(frozen=True)
-class Figure:
+class Figure(tuple[float, ...]):
     """The values of one figure, one for each seed or repeat."""
 
-    values: tuple[float, ...]
-
-    @property
-    def mean(self) -> float:
-        return statistics.mean(self.values)
-
-    @property
-    def least(self) -> float:
-        return min(self.values)
-
-    @property
-    def most(self) -> float:
-        return max(self.values)
+    mean, least, most = property(statistics.mean), property(min), property(max)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,7 +33,7 @@ class Measured:
     timed: Mapping[str, Figure]  # of the first seed, by batch size or PROXY, over interleaved repeats
 
     def figure(self, name: str) -> Figure:
-        return Figure(tuple(score[name] for score in self.scores))
+        return Figure(score[name] for score in self.scores)
 
     @property
     def accuracy(self) -> Figure:
@@ -59,7 +46,7 @@ class Measured:
         return dataclasses.replace(self, scores=self.tests or self.scores)
 
     def of_family(self, name: str) -> Figure:
-        return Figure(tuple(score["families"][name] for score in self.scores))
+        return Figure(score["families"][name] for score in self.scores)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -102,7 +89,7 @@ class Curve:
 
     def times_as_fast(self, rival: "Curve", batch_size: str) -> float:
         """Tokens per second over a rival's: the median of the repeats, each at its fastest point near its best."""
-        own, other = (curve.fastest(batch_size).timed[batch_size].values for curve in (self, rival))
+        own, other = (curve.fastest(batch_size).timed[batch_size] for curve in (self, rival))
         return statistics.median(x / y for x, y in zip(own, other, strict=True))
 
 
@@ -123,16 +110,16 @@ def curves(results: Results) -> list[Curve]:
     timed = collections.defaultdict(dict)
     for record in results.timings:
         own = timed[*curve_of(record), record["settings"]]
-        own |= {size: Figure(tuple(speeds)) for size, speeds in record["tokens_per_second"].items()}
+        own |= {size: Figure(speeds) for size, speeds in record["tokens_per_second"].items()}
     for record in results.proxy_timings:
         (speeds,) = record["tokens_per_second"].values()
-        timed[*curve_of(record), record["settings"]][PROXY] = Figure(tuple(speeds))
+        timed[*curve_of(record), record["settings"]][PROXY] = Figure(speeds)
 
     points, tests = _by_setting(results.points), _by_setting(results.tests)
     found = collections.defaultdict(list)
     for (*curve, settings), scores in points.items():
         sizes = scores[0]["tokens_per_second"]
-        speed = {size: Figure(tuple(s["tokens_per_second"][size] for s in scores)) for size in sizes}
+        speed = {size: Figure(s["tokens_per_second"][size] for s in scores) for size in sizes}
         key = *curve, settings
         found[tuple(curve)].append(Measured(settings, scores, tests.get(key, []), speed, timed[key]))
     return [Curve(*curve, tuple(own)) for curve, own in found.items()]

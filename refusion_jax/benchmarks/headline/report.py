@@ -99,30 +99,31 @@ def _table(found: list[Curve], results: Results) -> str:
     rows = []
     for curve in found:
         point, run = curve.fastest(_ONE), runs[curve.system, curve.start]
-        row = (
-            curve.name,
-            str(len(point.scores)),
-            _percent(point.accuracy),
-            _number(point.figure("tokens_per_forward"), 2),
+        rows.append(
+            [
+                curve.name,
+                str(len(point.scores)),
+                _told(point.accuracy, ".1%"),
+                _told(point.figure("tokens_per_forward"), ",.2f"),
+                f"{point.figure('tokens_per_forward_without_eos').mean:.2f}",
+                f"{point.figure('tokens_per_forward_with_prefill').mean:.2f}",
+                f"{under_parallelism(curve, best):.0f}",
+                _told(point.timed[_ONE]),
+                _told(point.timed[_MANY]),
+                point.settings or "its own",
+                f"{run['learning_rate']:g}",
+                f"{run['seconds']:.0f}",
+            ]
         )
-        counted = (point.figure(f"tokens_per_forward_{name}") for name in ("without_eos", "with_prefill"))
-        row += tuple(f"{figure.mean:.2f}" for figure in counted)
-        row += f"{under_parallelism(curve, best):.0f}", _number(point.timed[_ONE]), _number(point.timed[_MANY])
-        row += (point.settings or "its own",)
-        rows.append((*row, f"{run['learning_rate']:g}", f"{run['seconds']:.0f}"))
     names = ["system", "seeds", "exact match", "tokens/forward", "without EOS", "with the prefill", "AUP"]
     names += ["tokens/s at 1", "tokens/s at 16", "setting", "learning rate", "training, s"]
     return table(names, rows)
 
 
-def _percent(figure: Figure) -> str:
-    spread = f" ({figure.least:.1%} to {figure.most:.1%})" if len(figure.values) > 1 else ""
-    return f"{figure.mean:.1%}{spread}"
-
-
-def _number(figure: Figure, digits: int = 0) -> str:
-    spread = f" ({figure.least:,.{digits}f} to {figure.most:,.{digits}f})" if len(figure.values) > 1 else ""
-    return f"{figure.mean:,.{digits}f}{spread}"
+def _told(figure: Figure, form: str = ",.0f") -> str:
+    """The mean, and in brackets the least and the most of several."""
+    spread = f" ({figure.least:{form}} to {figure.most:{form}})" if len(figure) > 1 else ""
+    return f"{figure.mean:{form}}{spread}"
 
 
 def _conclusions(found: list[Curve], results: Results) -> str:
@@ -211,8 +212,8 @@ def _proxy_speeds(found: list[Curve], results: Results) -> list[str]:
     for curve in found:
         if curve.is_timed(PROXY):
             point = curve.fastest(PROXY)
-            row = curve.name, point.settings or "its own", _percent(point.accuracy)
-            rows.append((*row, _number(point.figure("tokens_per_forward"), 2), _number(point.timed[PROXY])))
+            row = curve.name, point.settings or "its own", _told(point.accuracy, ".1%")
+            rows.append((*row, _told(point.figure("tokens_per_forward"), ",.2f"), _told(point.timed[PROXY])))
     names = "system", "setting", "exact match", "tokens/forward", "tokens/s at 1, by proxy"
     return [prose(about), table(names, rows)]
 
