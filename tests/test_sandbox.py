@@ -148,10 +148,12 @@ def test_the_environment_of_the_parent_stays_hidden(monkeypatch):
         "import socket; socket.socket(socket.AF_NETLINK, socket.SOCK_RAW)",
         "import os; os.pidfd_open(os.getpid())",
         *(
-            f"import ctypes, os; c = ctypes.CDLL(None, use_errno=True); c.syscall({number}, 0, 4096, 0o1600) == -1 and "
+            f"import ctypes, os; c = ctypes.CDLL(None, use_errno=True); c.syscall({call}, 4096, 0o1600, 0) == -1 and "
             f"ctypes.get_errno() == 1 and os.abort()"
             # shmget, semget, msgget, mq_open, io_uring_setup, keyctl, bpf, memfd_create of x32
-            for number in (29, 64, 68, 240, 425, 250, 321, 319 | 1 << 30)
+            for call in ("29, 0", "64, 0", "68, 0", "240, 0", "425, 0", "250, 0", "321, 0", "319 | 1 << 30, 0")
+            # unshare, and clone with a user namespace, in which it would be root
+            + ("272, 0", "56, 1 << 28 | 17")
             if platform.machine() == "x86_64"
         ),
     ],

@@ -60,22 +60,24 @@ _FORBIDDEN = {
         "memory": (29, 64, 68, 240, 319, 447),  # shmget, semget, msgget, mq_open, memfd_create, memfd_secret
         "processes": (101, 310, 311, 434, 438),  # ptrace, process_vm_readv, process_vm_writev, pidfd_open, pidfd_getfd
         "keys": (248, 249, 250),  # add_key, request_key, keyctl
-        "kernel": (298, 321, 323, 425, 426, 427),  # perf_event_open, bpf, userfaultfd, io_uring_*
+        "kernel": (272, 298, 321, 323, 425, 426, 427),  # unshare, perf_event_open, bpf, userfaultfd, io_uring_*
     },
     "aarch64": {
         "memory": (194, 190, 186, 180, 279, 447),
         "processes": (117, 270, 271, 434, 438),
         "keys": (217, 218, 219),
-        "kernel": (241, 280, 282, 425, 426, 427),
+        "kernel": (97, 241, 280, 282, 425, 426, 427),
     },
 }
+_CLONE = {"x86_64": 56, "aarch64": 220}
+_CLONE3 = 435  # on every architecture; as no filter sees its flags, it is not there, and the C library takes clone
 _SOCKET = {"x86_64": 41, "aarch64": 198}
 _FAMILIES = (1, 2, 10)  # of sockets: those of Unix and IP, which lead nowhere, as the network namespace is empty
 _AUDIT_ARCH = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}  # <linux/audit.h>
 _X32 = 0x40000000  # in the numbers of x86_64's second table of system calls
 _PR_SET_SECCOMP, _SECCOMP_MODE_FILTER = 22, 2
-_LOAD, _EQUAL, _AT_LEAST, _RETURN = 0x20, 0x15, 0x35, 0x06  # <linux/bpf_common.h>
-_ALLOW, _DENY, _KILL = 0x7FFF0000, 0x00050000 | errno.EPERM, 0x80000000  # <linux/seccomp.h>
+_LOAD, _EQUAL, _AT_LEAST, _ANY, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x06  # <linux/bpf_common.h>
+_ALLOW, _DENY, _ABSENT, _KILL = 0x7FFF0000, 0x50000 | errno.EPERM, 0x50000 | errno.ENOSYS, 0x80000000  # <linux/seccomp.h>
 _NUMBER, _ARCH, _ARGUMENT = 0, 4, 16  # offsets in struct seccomp_data
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -168,6 +170,10 @@ def forbid_system_calls() -> None:
     filters += [(_LOAD, 0, 0, _NUMBER), (_AT_LEAST, 0, 1, _X32), (_RETURN, 0, 0, _DENY)]
     for number in numbers:
         filters += [(_EQUAL, 0, 1, number), (_RETURN, 0, 0, _DENY)]
+    # In a user namespace of its own a program would be root, and mount memory that no limit covers.
+    filters += [(_EQUAL, 0, 1, _CLONE3), (_RETURN, 0, 0, _ABSENT)]
+    filters += [(_EQUAL, 0, 4, _CLONE[machine]), (_LOAD, 0, 0, _ARGUMENT), (_ANY, 0, 1, _NEWUSER)]
+    filters += [(_RETURN, 0, 0, _DENY), (_RETURN, 0, 0, _ALLOW)]
     filters += [(_EQUAL, 1, 0, _SOCKET[machine]), (_RETURN, 0, 0, _ALLOW), (_LOAD, 0, 0, _ARGUMENT)]
     for family in _FAMILIES:
         filters += [(_EQUAL, 0, 1, family), (_RETURN, 0, 0, _ALLOW)]
