@@ -16,10 +16,11 @@ from conftest import ROOT
 from test_prepare import contents, documents, make, tokenizer_file, write_pairs  # noqa: F401  a fixture
 
 from refusion_jax import UserError
-from refusion_jax.data import shards
+from refusion_jax.data import packing, shards
 from refusion_jax.data.examples import Bad, Example, Fields
 from refusion_jax.data.hub import pinned
 from refusion_jax.data.input_splits import read, splits_of
+from refusion_jax.data.tokenizer import SentencePieceTokenizer
 
 
 def zstd(content):
@@ -61,6 +62,37 @@ def test_what_a_file_expands_to_is_packed_in_parts(tmp_path, monkeypatch, tokeni
     assert rows[0] == rows[1]
     assert len(manifest.shards) == 1
     assert documents(tmp_path / "parts") == documents(tmp_path / "plain")
+
+
+def test_prompts_that_a_file_expands_to_are_tokenized_in_parts(tmp_path, monkeypatch, tokenizer_file):  # noqa: F811
+    """However short their answers are: neither texts nor ids of more than a bounded part are in memory."""
+    line = json.dumps({"query": "one two " * 1000, "response": "three"})
+    path = tmp_path / "a.jsonl.gz"
+    path.write_bytes(gzip.compress(f"{line}\n".encode() * 20))
+    held, encoded = [], []
+    tokenize, encode = shards.tokenize, SentencePieceTokenizer.encode_prompts
+
+    def tokenize_recorded(examples, *how):
+        held.append(sum(map(len, (text for example in examples for text in example.texts))))
+        return tokenize(examples, *how)
+
+    def encode_recorded(self, texts):
+        encoded.append(sum(map(len, texts)))
+        return encode(self, texts)
+
+    monkeypatch.setattr(packing, "BATCH", 10_000)
+    monkeypatch.setattr(shards, "tokenize", tokenize_recorded)
+    monkeypatch.setattr(SentencePieceTokenizer, "encode_prompts", encode_recorded)
+    make(tokenizer_file, path, tmp_path / "rows", row_length=8192)
+    assert max(held) <= 2 * len(line)
+    encoded.clear()
+    load = SentencePieceTokenizer.load(tokenizer_file)
+    assert len(list(packing.tokenize(read_whole(path), load, 8192))) == 20
+    assert max(encoded) <= 2 * len(line)
+    encoded.clear()  # 16 MiB of prompt would take a tokenizer 4 GiB, only to say that it fits in no row
+    (bad, *_) = packing.tokenize(read_whole(path), load, 60)
+    assert bad.reason.startswith("8,005 characters do not fit in row_length=60; on_error=skip leaves out")
+    assert not any(encoded)
 
 
 def record(kind, url, content, content_type):

@@ -59,6 +59,10 @@ def test_each_answer_of_a_conversation_is_one_on_the_turns_before_it_if_asked_fo
     a, u, t = ("assistant", "r"), ("user", "q"), ("tool", "t")
     assert pairs(path) == [((a, u, a, t), "r")]
     assert pairs(path, turns="all") == [((a, u), "r"), ((a, u, a, t), "r")]
+    path = write(tmp_path / "b.jsonl", {"messages": [USER, ASSISTANT] * 501})  # megabytes of these fill 10 GB
+    assert len(pairs(path)) == 1
+    with pytest.raises(UserError, match="b.jsonl:1: has 1,002 turns; of at most 1,000 all answers are trained"):
+        pairs(path, turns="all")
 
 
 def test_other_field_names_by_flag(tmp_path):
@@ -128,6 +132,7 @@ GOOD = {"query": "q", "response": "r"}
         ("a.jsonl", [GOOD, "\n", "[1, 2]\n"], "a.jsonl:3: must be an object with text fields"),
         ("a.jsonl", [{"foo": 1, "bar": 2}], "a.jsonl:1: no field we know; found: foo, bar; name them with"),
         ("a.jsonl", [{"query": "q"}], "a.jsonl:1: no field we know; found: query"),
+        ("a.jsonl", [{"a\x1b[2J\n": 1}], r"a.jsonl:1: no field we know; found: a\x1b[2J\n; name them with"),
         ("a.jsonl", [{"query": 1, "response": "r"}], "a.jsonl:1: prompt and answer must be text"),
         (
             "a.jsonl",

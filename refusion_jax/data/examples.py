@@ -70,6 +70,11 @@ class Example:
         prompt = self.prompt or ()
         return [*([prompt] if isinstance(prompt, str) else (text for _, text in prompt)), self.response]
 
+    @property
+    def characters(self) -> int:
+        """How many its texts have."""
+        return sum(map(len, self.texts))
+
     def map(self, change: Callable[[str], str]) -> "Example":
         """The example with changed texts."""
         prompt = self.prompt
@@ -136,6 +141,7 @@ class _Turn(pydantic.BaseModel):
 
 
 _TALK = "not a conversation"  # a kind of Bad
+_MOST_TURNS = 1000  # of which all answers are trained: each holds all turns before it
 _ROLES = {"human": "user", "gpt": "assistant"}  # ShareGPT's
 _TURNS = pydantic.TypeAdapter(list[_Turn])
 
@@ -239,6 +245,8 @@ def _from_turns(item: dict, turns: Any, where: str | Line, fields: Fields) -> li
     if not answers or answers[-1] != len(turns) - 1:
         found = f", not {turns[-1][0]!r:.60}" if turns else ""
         return [Bad(where, f"the last of several turns must be the assistant's{found}", _TALK)]
+    if fields.turns == "all" and len(turns) > _MOST_TURNS:
+        return [Bad(where, f"has {len(turns):,} turns; of at most {_MOST_TURNS:,} all answers are trained", _TALK)]
     chosen = answers if fields.turns == "all" else answers[-1:]
     return [checked(turns[:at], turns[at][1], where) for at in chosen]
 
@@ -253,7 +261,7 @@ def _names(item: dict) -> str:
     """The names of the fields found, shortened to one line and safe to print."""
     found = (name if value is not None else f"{name} of null" for name, value in list(item.items())[:20])
     names = ", ".join(found) or "none"
-    return names.encode("ascii", "backslashreplace").decode()[:200]
+    return ascii(names)[1:-1][:200]
 
 
 def _field(item: dict, named: str, known: tuple[str, ...]) -> str | None:

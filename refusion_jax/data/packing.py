@@ -19,6 +19,9 @@ from refusion_jax.data.examples import Bad, Example
 from refusion_jax.data.interface import RowSource, Tokenizer
 
 BATCH = 1 << 19  # characters tokenized at a time: their ids are Python numbers for a moment, 40 bytes each
+_LONGEST_TOKEN = 128  # characters, on average; few tokens of any vocabulary are as long
+_TOO_LONG = Example("", "", "")  # in place of one that fits in no row, and might take gigabytes to tokenize
+_HINT = "on_error=skip leaves out what is too long"
 _T = TypeVar("_T")
 
 
@@ -100,21 +103,28 @@ def tokenize(
       row_length: T.
       slice_size: characters, after which a text is tokenized in slices, in bounded memory; None: always whole.
     """
-    slices = [_slices(example.response, slice_size) for example in examples]
+    most = _LONGEST_TOKEN * row_length
+    read = [example if example.prompt is None or example.characters <= most else _TOO_LONG for example in examples]
+    slices = [_slices(example.response, slice_size) for example in read]
     groups = batches(itertools.chain.from_iterable(slices), len)  # a bounded number of characters at a time
     encoded = itertools.chain.from_iterable(map(tokenizer.encode, groups))
-    prompts = _encode_prompts(examples, tokenizer)
+    together = batches(read, lambda example: example.characters)
+    prompts = itertools.chain.from_iterable(_encode_prompts(group, tokenizer) for group in together)
     for example, prompt, own in zip(examples, prompts, slices, strict=True):
         response = [np.array(ids, np.int32) for ids in itertools.islice(encoded, len(own))]
         if isinstance(prompt, Bad):
             yield prompt
+            continue
+        if example.prompt is not None and example.characters > most:
+            reason = f"{example.characters:,} characters do not fit in row_length={row_length}; {_HINT}"
+            yield Bad(example.where, reason, "longer than a row")
             continue
         begin = prompt if example.starts else []
         end = [tokenizer.eos_id] if example.ends else []
         tokens = np.concatenate([np.array(begin, np.int32), *response, np.array(end, np.int32)])
         if example.prompt is not None and len(tokens) > row_length:
             reason = f"{len(begin)} prompt and {len(tokens) - len(begin)} response tokens do not fit in row_length="
-            reason += f"{row_length}; {len(tokens)} would hold them, and on_error=skip leaves out what is too long"
+            reason += f"{row_length}; {len(tokens)} would hold them, and {_HINT}"
             yield Bad(example.where, reason, "longer than a row")
         else:
             yield Document(tokens, len(begin), example.prompt is None, example.starts)
@@ -124,7 +134,7 @@ def _encode_prompts(examples: Sequence[Example], tokenizer: Tokenizer) -> list[l
     """The prompt of each example as the model is trained on it, or why there is none: a template may refuse it."""
     prompts = [example.prompt for example in examples]
     try:
-        return tokenizer.encode_prompts(prompts) if prompts else []
+        return tokenizer.encode_prompts(prompts)
     except UserError as error:
         if len(examples) == 1:
             return [Bad(examples[0].where, str(error), "refused by the tokenizer")]

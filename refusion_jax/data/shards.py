@@ -156,7 +156,7 @@ class Worker:
                 return filtered_out(example, "near_duplicate")
             return self._filters(example) if self._filters else example
 
-        for batch in batches(self._examples(chunk), lambda item: len(getattr(item[1], "response", ""))):
+        for batch in batches(self._examples(chunk), lambda item: getattr(item[1], "characters", 0)):
             report.examples += len(batch)
             bad, kept = [], []
             for source, example in batch:

@@ -14,7 +14,6 @@ from refusion_jax.cli.errors import UserError
 from refusion_jax.data import families, input_splits, tasks
 from refusion_jax.data.examples import Bad, Example, Fields
 from refusion_jax.data.problems import Problem
-from refusion_jax.data.tokenizer import plain_prompt
 
 GENERATED = {"tasks": lambda data: tasks.MIXTURE, "families": lambda data: families.mixture(data.difficulty)}
 HELD_OUT = "held_out"  # as in families:held_out
@@ -53,7 +52,7 @@ def read_examples(data: ml_collections.ConfigDict, seed: int) -> Iterator[Exampl
     for part in itertools.chain.from_iterable(map(_parts, files)):
         for example in input_splits.read(part, fields):
             if isinstance(example, Example):
-                characters += len(plain_prompt(example.prompt)) + len(example.response)
+                characters += example.characters
             if characters > _MOST:
                 raise UserError(
                     f"--config.data.path: {data.path} holds more than {_MOST:,} characters, all of which would be kept "

@@ -77,7 +77,8 @@ _AUDIT_ARCH = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}  # <linux/audit.h>
 _X32 = 0x40000000  # in the numbers of x86_64's second table of system calls
 _PR_SET_SECCOMP, _SECCOMP_MODE_FILTER = 22, 2
 _LOAD, _EQUAL, _AT_LEAST, _ANY, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x06  # <linux/bpf_common.h>
-_ALLOW, _DENY, _ABSENT, _KILL = 0x7FFF0000, 0x50000 | errno.EPERM, 0x50000 | errno.ENOSYS, 0x80000000  # <linux/seccomp.h>
+_ALLOW, _ERROR, _KILL = 0x7FFF0000, 0x00050000, 0x80000000  # <linux/seccomp.h>
+_DENY, _ABSENT = _ERROR | errno.EPERM, _ERROR | errno.ENOSYS
 _NUMBER, _ARCH, _ARGUMENT = 0, 4, 16  # offsets in struct seccomp_data
 
 _libc = ctypes.CDLL(None, use_errno=True)
