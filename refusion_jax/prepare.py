@@ -214,8 +214,6 @@ def main() -> None:
         manifest = Preparation(chunks, output, settings, tokenizer, line, runner, bar.started, bar.advance).run()
     except KeyboardInterrupt:
         raise KeyboardInterrupt("interrupted; the same command goes on from here") from None
-    except FileNotFoundError as error:  # of the input, since it was listed
-        raise UserError(f"{error.filename}: {error.strerror}") from error
     finally:
         bar.close()
     print(f"{_OUTPUT.value}: {describe(manifest)}")

@@ -38,6 +38,8 @@ def ended(error, capsys) -> tuple[int, str]:
         (UserError("x" * 9999), 2, f"error: {'x' * 2000}...\n"),
         (Failure("the disk is full"), 1, "error: the disk is full\n"),
         (OSError(errno.ENAMETOOLONG, "File name too long", "x"), 2, "error: x: File name too long\n"),
+        (OSError(errno.EEXIST, "File exists", "x"), 2, "error: x: File exists\n"),
+        (OSError(errno.ENOENT, "No such file or directory", "x"), 2, "error: x: No such file or directory\n"),
         (OSError(errno.ENOSPC, "No space left on device"), 1, "error: the output: No space left on device\n"),
         (RuntimeError("x: File too large (27)"), 1, "error: File too large: x: File too large (27)\n"),
         (KeyboardInterrupt(), 130, "error: interrupted\n"),
@@ -88,6 +90,9 @@ def test_a_directory_that_cannot_be_made_is_refused_before_any_work(tmp_path):
     ):
         with pytest.raises(UserError, match=said):
             flag_values.check_output("output", path)
+    (tmp_path / "link").symlink_to(tmp_path / "nothing")
+    with pytest.raises(UserError, match="--workdir=.*/link: is a link to nothing"):
+        flag_values.check_output("workdir", tmp_path / "link", directory=True)
 
 
 @pytest.mark.parametrize("seen", ["err", "out err", ""])

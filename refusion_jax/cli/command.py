@@ -186,6 +186,7 @@ def verdict(error: Exception | KeyboardInterrupt) -> tuple[Exception | None, int
 
 # What is wrong with a path that a user has given, and what with the disk below it.
 _OF_A_PATH = {errno.ENAMETOOLONG, errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.EISDIR, errno.EROFS, errno.ELOOP}
+_OF_A_PATH |= {errno.ENOENT, errno.EEXIST}  # a link to nothing, or a file in the place of a directory
 _OF_A_PATH |= {errno.ENXIO}  # a socket, or a terminal that is not there
 _OF_A_DISK = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
