@@ -27,11 +27,6 @@ def read_prompts(path: Path, tokenizer: Tokenizer | None, settings: Settings) ->
             json.dumps(item.get("id"), allow_nan=False)
         except ValueError as error:
             raise UserError(f"{where}: its id cannot be written: NaN and Infinity are not JSON") from error
-        if not {"prompt", "prompt_ids", "template"} & set(item):
-            raise UserError(
-                f'{where}: must be {{"prompt": "text"}} or {{"prompt_ids": [ids]}}, '
-                f'{{"template": ["text", 40, "text"]}}, or both'
-            )
         request = read_request(item, tokenizer, settings, where)
         own_seed = "seed" in item.get("decode", {})
         prompts.append(
@@ -48,7 +43,10 @@ def read_request(item: dict, tokenizer: Tokenizer | None, settings: Settings, wh
     prompt = item[min(given)] if given else None
     is_prompt = isinstance(prompt, str) if given == {"prompt"} else _is_id_list(prompt)
     if len(given) > 1 or not (is_prompt or prompt is None and template):
-        raise UserError(f'{where}: must be {{"prompt": "text"}} or {{"prompt_ids": [ids]}}')
+        raise UserError(
+            f'{where}: must be {{"prompt": "text"}} or {{"prompt_ids": [ids]}}, '
+            f'{{"template": ["text", 40, "text"]}}, or both'
+        )
     if not isinstance(template, list) or not all(
         isinstance(x, str) or _is_int32(x) or _is_id_list(x) for x in template
     ):

@@ -15,9 +15,6 @@ tokens and three places:
     targets        a b x                                            a  1 1 .
     committed      a b                                              b  1 1 1
 
-It decodes models that other systems train. Checkpoints tell whether these read the token
-at j from the logits at j - 1.
-
 From the authors' code (github.com/danielmisrael/apd): target, prefix, first token, no mask after the last place ahead.
 From a description of the paper, which we have not read: the same noise, R = 0.6, 200 places. (Their code takes the most
 probable token of the target whatever the temperature; their demonstration has R = 0.7 and 100 places.) Left out: their

@@ -7,9 +7,6 @@ confident masks. With k = 5 (an even k counts as k + 1), in a text of two given 
     text       p q M M c M          the mask is a matrix of ones:
     r              3 2   1          every token sees its whole document, as the model was trained
 
-It decodes models that other systems train. Checkpoints tell whether these read the token
-at j from the logits at j - 1.
-
 From the paper and the authors' code: tanh, window, c = 1, k = 512, the number of commits of a step (masks over steps,
 one more in the first steps). The paper's common factor on all confidences of a step does not change their order and is
 left out. Our choices: a row ends once all places up to an EOS are committed; mask and padding are never chosen. Short

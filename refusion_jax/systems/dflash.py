@@ -44,13 +44,13 @@ Axes: B rows, T row length or tokens of a forward, M drafts, D hidden size, V vo
 import dataclasses
 import functools
 from collections.abc import Sequence
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jaxtyping import Array, Bool, Float, Float32, Int32, Key
+from jaxtyping import Array, Float, Float32, Int32, Key
 
 from refusion_jax.batch.batch import Batch, mean_over
 from refusion_jax.batch.rows import Rows, join, next_in_row, precedes_response, row_index, text_positions
@@ -112,17 +112,11 @@ class WithDrafter(Wrapper):
         return _stacked(self.model.empty_cache(rows, capacity), self.drafter.empty_cache(rows, capacity))
 
     def extend_hidden(
-        self,
-        tokens: Int32[Array, "B T"],
-        positions: Int32[Array, "B T"],
-        cached: KeyValues,
-        length: Int32[Array, "B"],
-        visible: Bool[Array, "B T T"],
+        self, tokens: Int32[Array, "B T"], positions: Int32[Array, "B T"], *seen: Any
     ) -> tuple[Float[Array, "B T D"], KeyValues]:
         """As of the model; keys and values are also those that the drafter makes of the hidden states."""
-        x, new = self.model.extend_hidden(tokens, positions, cached, length, visible)
-        read = self.drafter.embedded_with(tokens, x)
-        return x, _stacked(new, self._through_drafter(read, positions, cached, length, visible)[1])
+        x, new = self.model.extend_hidden(tokens, positions, *seen)
+        return x, _stacked(new, self._through_drafter(self.drafter.embedded_with(tokens, x), positions, *seen)[1])
 
     def draft(
         self, last: Int32[Array, "B"], place: Int32[Array, "B"], cache: kv.Cache, M: int
