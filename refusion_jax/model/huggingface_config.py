@@ -107,9 +107,6 @@ def read_model_config(
         ids than the embedding has rows, the result has rows for all of them (a multiple of 128, to split evenly).
       mask_token_id: by default config.json's, else the tokenizer's; -1 in the result where nobody has one.
       releases: as for `read_config`.
-
-    Raises:
-      UserError: as `read_config`.
     """
     file, given = path / "config.json", read_config(path, releases)
     theta, scaling, local = _rope(file, given)

@@ -56,28 +56,19 @@ def packed_attention(
     T, is_split = q.shape[1], sharding.shard_count_here("length") > 1
     if backend == "triton" and visibility.pattern in (CAUSAL, BIDIRECTIONAL) and not is_split:
         return triton.triton_attention(q, k, v, visibility)
+
+    def of_block(begin: int, end: int) -> Float[Array, "B {end-begin} N H"]:
+        """Attention of some queries to the keys that any of them may see."""
+        keys = slice(*visibility.pattern.key_range(T, begin, end)) if visibility.pattern else slice(0, T)
+        mask = visibility.mask(slice(begin, end), keys)
+        return attention(q[:, begin:end], k[:, keys], v[:, keys], mask)
+
     block = T if is_split else max(_QUERIES, -(-T // _MOST_BLOCKS))
     ends = [*range(block, T, block), T]
-    heads = [_block(q, k, v, visibility, begin, end) for begin, end in zip([0, *ends], ends, strict=False)]
-    return jnp.concatenate(heads, axis=1)
+    return jnp.concatenate([of_block(begin, end) for begin, end in zip([0, *ends], ends, strict=False)], axis=1)
 
 
 def _splash() -> types.ModuleType:
     from refusion_jax.model import splash  # Pallas: 0.1 s that other devices need not wait for
 
     return splash
-
-
-def _block(
-    q: Float[Array, "B T N H"],
-    k: Float[Array, "B T K H"],
-    v: Float[Array, "B T K H"],
-    visibility: Visibility,
-    begin: int,
-    end: int,
-) -> Float[Array, "B {end-begin} N H"]:
-    """Attention of some queries to the keys that any of them may see."""
-    T = q.shape[1]
-    keys = slice(*visibility.pattern.key_range(T, begin, end)) if visibility.pattern else slice(0, T)
-    mask = visibility.mask(slice(begin, end), keys)
-    return attention(q[:, begin:end], k[:, keys], v[:, keys], mask)

@@ -26,7 +26,6 @@ Axes: B rows, T row length, N tokens to decode, S steps, V vocabulary.
 """
 
 import dataclasses
-import functools
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
@@ -87,7 +86,6 @@ def cart_weights(is_clean: Bool[Array, "B T"], segment_ids: Int32[Array, "B T"],
     return (from_left(is_clean, segment_ids) + from_left(is_clean[:, ::-1], segment_ids[:, ::-1])[:, ::-1]) / 2
 
 
-@functools.lru_cache
 def schedule(masks: int, steps: int) -> tuple[int, ...]:
     """The number of commits of each step, for so many masks; steps without commits are left out."""
     times, left, counts = [1 - i / steps * (1 - LAST_TIME) for i in range(steps + 1)], masks, []
