@@ -347,9 +347,9 @@ MEASURE = """
 import sys, threading, time
 from pathlib import Path
 import jax
-from flax import nnx
+from refusion_jax.distributed.sharding import make_mesh
 from refusion_jax.model import huggingface, huggingface_config
-from refusion_jax.model.transformer import Transformer
+from refusion_jax.model.abstract import abstract_transformer
 
 def anonymous():
     fields = dict(line.split(":") for line in open("/proc/self/status") if ":" in line)
@@ -357,9 +357,7 @@ def anonymous():
 
 path, peak, running = Path(sys.argv[1]), 0, True
 config = huggingface_config.read_model_config(path)
-device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
-state = nnx.to_pure_dict(nnx.state(nnx.eval_shape(lambda: Transformer(config, nnx.Rngs(0)))))
-target = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=device), state)
+_, target = abstract_transformer(config, "float32", make_mesh({}, jax.devices()[:1]))
 
 def watch():
     global peak

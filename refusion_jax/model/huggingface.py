@@ -89,7 +89,7 @@ def open_params(
 def _stacked(parts: list[Part], goal: jax.ShapeDtypeStruct, read: Callable) -> jax.Array:
     """A weight of all layers, filled part by part."""
     axes = len(parts[0].index)
-    place = _drop_first_axes(goal.sharding, axes) if goal.sharding else None
+    place = jax.NamedSharding(goal.sharding.mesh, jax.sharding.PartitionSpec(*goal.sharding.spec[axes:]))
     part_goal = jax.ShapeDtypeStruct(goal.shape[axes:], goal.dtype, sharding=place)
     stacked = jax.jit(functools.partial(jnp.zeros, goal.shape, goal.dtype), out_shardings=goal.sharding)()
     for part in parts:
@@ -129,13 +129,6 @@ def _is_finite(tensor: jax.Array) -> jax.Array:
 def _put(stacked: jax.Array, layer: jax.Array, index: tuple[int, ...]) -> jax.Array:
     layer = layer.reshape((1,) * len(index) + layer.shape)
     return jax.lax.dynamic_update_slice(stacked, layer, (*index, *(0,) * (layer.ndim - len(index))))
-
-
-def _drop_first_axes(sharding: jax.sharding.Sharding, axes: int) -> jax.sharding.Sharding:
-    """The sharding of one layer or expert, of that of all of them stacked."""
-    if not isinstance(sharding, jax.sharding.NamedSharding):
-        return sharding
-    return jax.sharding.NamedSharding(sharding.mesh, jax.sharding.PartitionSpec(*sharding.spec[axes:]))
 
 
 def count_parts(target: dict[str, Any], config: ModelConfig) -> int:
