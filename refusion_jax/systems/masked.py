@@ -290,8 +290,8 @@ def denoise(
 ) -> Float32[Array, "B K V"]:
     """One forward over the text: logits for some positions of it; those of finished rows mean nothing.
 
-    If shifted, the token at j is read from the logits at j - 1. By default the whole text is fed; of finished rows no
-    place may be.
+    If shifted, the token at j is read from the logits at j - 1. By default the whole text is fed; `is_fed` has no place
+    of finished rows.
     """
     (B, C), N = s.text.shape, s.places.position.shape[1]
     at = jnp.maximum(position - shifted, 0)  # place 0 is never decoded then: see `check_first`
