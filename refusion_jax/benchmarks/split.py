@@ -300,9 +300,10 @@ class Shaper:
         while True:
             here, _ = self._listening.accept()
             there = socket.create_connection(("127.0.0.1", self.to))
-            for a, b in ((here, there), (there, here)):
-                a.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-                threading.Thread(target=self._pass_on, args=(a, b), daemon=True).start()
+            for each in (here, there):  # both before any thread, which may close them
+                each.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            for pair in ((here, there), (there, here)):
+                threading.Thread(target=self._pass_on, args=pair, daemon=True).start()
 
     def _pass_on(self, a: socket.socket, b: socket.socket) -> None:
         waiting: queue.SimpleQueue[tuple[float, bytes]] = queue.SimpleQueue()
