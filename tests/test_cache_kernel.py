@@ -59,7 +59,7 @@ def test_split_over_rows_and_heads_the_kernel_is_the_definition():
         assert_equal_where_fed(emulated(*inputs()), definition(*inputs()))
 
 
-@pytest.mark.parametrize("method", ["refusion", "ar"])
+@pytest.mark.parametrize("method", ["refusion", pytest.param("ar", marks=pytest.mark.slow)])
 def test_decoders_write_the_same_text_by_the_kernel(method, monkeypatch):
     expected = decode(sharp_model(1), PROMPTS, settings(method, new=8))
     monkeypatch.setattr(key_values, "is_for_kernel", lambda keys, tokens: keys.shape[3] > 0)

@@ -117,7 +117,9 @@ FULL = {"remat": "full", "accumulation": 2, "expert": 2, "fsdp": 4}
 PRODUCTS = {"remat": "products", "accumulation": 4, "expert": 2, "tensor": 2, "sequence": 2}
 
 
-@pytest.mark.parametrize(("family", "how"), [("qwen3_moe", PRODUCTS), ("llada2_moe", FULL)], ids=str)
+@pytest.mark.parametrize(
+    ("family", "how"), [pytest.param("qwen3_moe", PRODUCTS, marks=pytest.mark.slow), ("llada2_moe", FULL)], ids=str
+)
 def test_neither_devices_nor_accumulation_nor_remat_change_a_step(family, how):
     (metrics, gradient), (split_metrics, split_gradient) = one_step(family), one_step(family, **how)
     assert metrics["loss_router"] > CHOSEN  # where all have as much to do it is that
@@ -196,10 +198,12 @@ def test_configs_and_adapters_that_cannot_be_are_refused_in_one_line():
     assert forward(model, *(jnp.ones((1, 4), jnp.int32),) * 2, causal(jnp.ones((1, 4), jnp.int32))).shape == (1, 4, 32)
 
 
-@SHAPES
-def test_decoding_with_a_cache_is_decoding_without_one_also_on_a_mesh(shape, tmp_path):
+@pytest.mark.parametrize(
+    ("shape", "weights"), [pytest.param(MOE, "same", marks=pytest.mark.slow), (LLADA2, "int8")], ids=["qwen3", "llada2"]
+)
+def test_decoding_with_a_cache_is_decoding_without_one_also_on_a_mesh(shape, weights, tmp_path):
     huggingface.save(sharp_model(**shape), tmp_path / "model")
-    own, weights = settings("ar", new=8), "int8" if shape is LLADA2 else "same"
+    own = settings("ar", new=8)
     model = load_model(tmp_path / "model", weights=weights)
     expected = decode(model, PROMPTS, own)
     for request, tokens in zip(prepare(PROMPTS, own, model.config), expected.tokens, strict=True):

@@ -34,7 +34,6 @@ from refusion_jax.training.program import train_program
 
 LOSSLESS = [
     ("prompt_lookup", {"draft_length": 3}),
-    ("prompt_lookup", {"draft_length": 7, "ngram": 1}),
     ("dflash", {"draft_length": 4}),
     ("idlm", {"stride": 4}),
     *(("dense", {"fed_tokens": fed}) for fed in (24, 0)),  # several slots, and what pays; test_systems.py has one slot
@@ -97,7 +96,7 @@ def test_drawn_texts_are_distributed_as_next_token_predictions(method, changes, 
     ("method", "changes", "forwards"),
     [
         ("idlm", {"stride": 4}, 1 + 4),  # one token, then four per forward
-        ("dense", {"fed_tokens": 1}, 16),
+        pytest.param("dense", {"fed_tokens": 1}, 16, marks=pytest.mark.slow),
         ("dense", {"fed_tokens": 8}, 4),
         ("dense", {"fed_tokens": 24}, 2),
     ],

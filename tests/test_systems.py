@@ -75,6 +75,8 @@ VARIANTS = {
     "card": [{"draft_length": 5, "threshold": 0.5}, {"passes": 2, "threshold": 0.3}, {"passes": 1}],
     "llada": [{"block_length": 5, "merge": 3}, {"steps": 4}, {"block_length": 4}, {"block_length": 8, "steps": 6}],
 }
+# Decoders whose first variant has other numbers alone, and the program of the default: slow, as all further ones are.
+SAME_PROGRAM = ("apd", "block_diffusion", "card", "d2f", "idlm", "pard", "wedlm")
 
 
 def rows() -> Rows:
@@ -253,8 +255,8 @@ def one_step(name: str, accumulation: int, devices: int, **mesh_shape: int):
     )
 
 
-# Two compile two programs in the time there is; tests/test_train_step.py has two others.
-QUICKLY_SPLIT = ("r2ft", "block_diffusion")
+# One compiles its two programs in the time there is; tests/test_train_step.py has two others.
+QUICKLY_SPLIT = ("r2ft",)
 
 
 @pytest.mark.parametrize(
@@ -284,7 +286,7 @@ def requests_for(name: str, model, **changes) -> list[Request]:
 
 
 def ways_of(name: str) -> list:
-    """A decoder as it is, and its variants; those after the first compile for minutes together.
+    """A decoder as it is, and its variants; those after the first, or all, compile for minutes together.
 
     A decoder without variants here is tried at the settings that it is measured at: a new system needs no edit.
     """
@@ -292,7 +294,8 @@ def ways_of(name: str) -> list:
     trained = {key: own.default for key, own in system.section.keys.items()}
     points = registry.find_decoder(name).settings.operating_points(16, trained)
     cases = [{}, *VARIANTS.get(name, points[1:])]
-    return [pytest.param(name, case, marks=[pytest.mark.slow] if i > 1 else []) for i, case in enumerate(cases)]
+    quick = 1 if name in SAME_PROGRAM else 2
+    return [pytest.param(name, case, marks=[pytest.mark.slow] if i >= quick else []) for i, case in enumerate(cases)]
 
 
 def check_commits(request: Request, answer: Answer) -> None:
