@@ -90,9 +90,9 @@ TINY_RUN = [
 
 PAD, BOS, EOS, MASK = 0, 1, 2, 4
 
-# Files that take a minute and more.
-LONGEST = "quickstart readme systems distributed drill train tpu golden decoding exact_infilling".split()
-LONGEST += "fuzz batching adaptation storage serve heldout evaluate".split()
+# Files that take half a minute and more.
+LONGEST = "systems readme experts storage golden tpu speculation structured distributed adaptation batching".split()
+LONGEST += "exact_infilling releases checkpoints generate decoding serve train heldout huggingface".split()
 
 
 def pytest_collection_modifyitems(items):
@@ -323,7 +323,8 @@ def sharp_models():
 
 def equipped(model: Transformer, method: str) -> Transformer:
     """The model with the auxiliary models that a decoder needs."""
-    return with_auxiliaries(model, **dict.fromkeys(find_decoder(method).settings.auxiliary_models, sharp_model(7)))
+    needed = find_decoder(method).settings.auxiliary_models
+    return with_auxiliaries(model, **{name: sharp_model(7) for name in needed})
 
 
 def settings(method="refusion", new=16, size=4, blocks=1, slot=0.6, token=0.4, **changes) -> Settings:

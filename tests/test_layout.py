@@ -1,6 +1,7 @@
 """The rules of the house, held by reading the source."""
 
 import ast
+import functools
 import graphlib
 import re
 import subprocess
@@ -34,6 +35,11 @@ def test_the_top_level_holds_what_it_is_agreed_to_hold():
     assert {line.split("/")[0] for line in listed.stdout.splitlines()} <= TOP
 
 
+@functools.cache
+def tree_of(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
+
+
 def name(path: Path) -> str:
     return ".".join(path.relative_to(PACKAGE).with_suffix("").parts).removesuffix(".__init__")
 
@@ -41,7 +47,7 @@ def name(path: Path) -> str:
 def imports(path: Path) -> set[str]:
     """Modules of ours that a file imports."""
     found = set()
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in ast.walk(tree_of(path)):
         if isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] == "refusion_jax":
             for alias in node.names:
                 full = f"{node.module}.{alias.name}".removeprefix("refusion_jax.")
@@ -77,10 +83,9 @@ def test_the_top_level_holds_commands_alone():
         assert path.name == "__init__.py" or 'if __name__ == "__main__":' in path.read_text(), f"{path} is no command"
 
 
-@pytest.mark.parametrize("path", MODULES, ids=name)
-def test_files_say_what_they_are_for(path):
-    text = path.read_text()
-    assert not text or ast.get_docstring(ast.parse(text)), "no docstring"
+def test_files_say_what_they_are_for():
+    for path in MODULES:
+        assert not path.read_text() or ast.get_docstring(tree_of(path)), f"{name(path)} has no docstring"
 
 
 # Generated code is run, when the user says so, in a process that is shut in; drills and comparisons start runs.
@@ -93,23 +98,22 @@ STARTS_PROCESSES = (
 )
 
 
-@pytest.mark.parametrize("path", MODULES, ids=name)
-def test_data_is_never_run_as_code(path):
+def test_data_is_never_run_as_code():
     """No pickle, no eval, no shell."""
-    for node in ast.walk(ast.parse(path.read_text())):
+    for path, node in ((module, node) for module in MODULES for node in ast.walk(tree_of(module))):
         if isinstance(node, ast.Import):
             imported = {alias.name.split(".")[0] for alias in node.names}
-            assert not imported & {"pickle", "shelve", "marshal"}
-            assert "subprocess" not in imported or name(path) in STARTS_PROCESSES
+            assert not imported & {"pickle", "shelve", "marshal"}, name(path)
+            assert "subprocess" not in imported or name(path) in STARTS_PROCESSES, name(path)
         if isinstance(node, ast.keyword):
-            assert node.arg != "shell"
+            assert node.arg != "shell", name(path)
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
-            assert node.func.id not in ("eval", "exec", "compile", "__import__")
+            assert node.func.id not in ("eval", "exec", "compile", "__import__"), name(path)
 
 
 def test_public_functions_and_classes_are_explained():
     for path in MODULES:
-        for node in ast.parse(path.read_text()).body:
+        for node in tree_of(path).body:
             public = isinstance(node, ast.FunctionDef | ast.ClassDef) and not node.name.startswith("_")
             if public and node.name not in ("main", "decode"):
                 assert ast.get_docstring(node), f"{name(path)}.{node.name}"
@@ -145,7 +149,7 @@ def test_a_system_is_named_in_its_own_room_alone():
     for path in MODULES:
         if any(name(path) == room or name(path).startswith(f"{room}.") for room in rooms):
             continue
-        tree = ast.parse(path.read_text())
+        tree = tree_of(path)
         docstrings = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
         for node in ast.walk(tree):
             is_text = isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in docstrings

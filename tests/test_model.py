@@ -1,3 +1,5 @@
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -88,22 +90,24 @@ def test_the_head_is_contracted_along_its_last_axis(tokens, dtype):
     np.testing.assert_allclose(head_product(x, stored), expected, rtol=1e-5, atol=1e-5)
 
 
+@functools.cache
+def loss_and_counts(remat):
+    """(loss and gradient, products, sigmoids) of a model."""
+    graph, params = nnx.split(Transformer(tiny_config(), nnx.Rngs(0), remat=remat))
+
+    def loss(params):
+        return jnp.sum(nnx.merge(graph, params)(TOKENS, POSITIONS, causal(SEGMENTS)) ** 2)
+
+    program = str(jax.make_jaxpr(jax.grad(loss))(params))
+    return jax.jit(jax.value_and_grad(loss))(params), program.count("dot_general"), program.count("logistic")
+
+
 @pytest.mark.parametrize(
     ("remat", "again"), [("products", 0), ("outputs", 4), ("attention", 6), ("full", 8), ("offload", 8)]
 )
 def test_recomputing_layers_changes_neither_loss_nor_gradient(remat, again):
     """And it happens: so many of a layer's nine products, and what stands between them."""
-
-    def run(remat):
-        graph, params = nnx.split(Transformer(tiny_config(), nnx.Rngs(0), remat=remat))
-
-        def loss(params):
-            return jnp.sum(nnx.merge(graph, params)(TOKENS, POSITIONS, causal(SEGMENTS)) ** 2)
-
-        program = str(jax.make_jaxpr(jax.grad(loss))(params))
-        return jax.jit(jax.value_and_grad(loss))(params), program.count("dot_general"), program.count("logistic")
-
-    (none, products, sigmoids), (other, other_products, other_sigmoids) = run("none"), run(remat)
+    (none, products, sigmoids), (other, other_products, other_sigmoids) = map(loss_and_counts, ("none", remat))
     assert (other_products - products, other_sigmoids - sigmoids) == (again, 1)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6), none, other)
 
