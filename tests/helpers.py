@@ -134,6 +134,13 @@ class Letters:
         return "".join(map(chr, ids))
 
 
+class Bytes:
+    """A tokenizer whose tokens are bytes."""
+
+    def decode(self, ids: list[int]) -> str:
+        return bytes(ids).decode(errors="replace")
+
+
 def write_tokenizer(path: Path, **changes) -> Path:
     """A byte-level BPE tokenizer of Qwen3's kind, as transformers saves it."""
     path.mkdir(exist_ok=True)

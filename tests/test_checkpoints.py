@@ -142,9 +142,8 @@ def test_weights_of_another_shape_are_named_and_no_older_ones_are_tried(tmp_path
     save(tmp_path, 5, 6)
     wanted = target(make_state(5).params)
     wanted["layers"]["q_norm"] = jax.ShapeDtypeStruct((3, 8), jnp.float32)
-    with pytest.raises(
-        UserError, match=r"checkpoints/6: \['layers'\]\['q_norm'\] has shape \(2, 8\) instead of \(3, 8\)"
-    ):
+    said = r"checkpoints/6: \['layers'\]\['q_norm'\] has shape \(2, 8\) instead of \(3, 8\)"
+    with pytest.raises(UserError, match=said):
         restore_params(tmp_path, wanted)
     assert "trying the one before" not in caplog.text
     assert "Event loop" not in capfd.readouterr().err
@@ -282,8 +281,7 @@ def test_a_full_disk_costs_a_warning_and_the_next_save_is_whole(tmp_path, full_d
         full_disk(-1)
         put(checkpoints, 3)
     gc.collect()  # of tasks that nobody has awaited asyncio logs the exception when they are collected
-    assert caplog.text.count("could not be written") == 1
-    assert "checkpoint 2 could not be written" in caplog.text
+    assert caplog.text.count("could not be written") == caplog.text.count("checkpoint 2 could not be written") == 1
     assert "Traceback" not in caplog.text + capfd.readouterr().err
     assert saved_steps(tmp_path) == [1, 3]
     with Checkpoints(tmp_path, 3):  # what was being written when it failed is cleared away

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from conftest import MASK, config_with
+from helpers import drawn_matrix
 
 from refusion_jax import UserError
 from refusion_jax.batch.rows import Rows
@@ -19,11 +20,6 @@ ROWS = Rows(
 )
 
 
-def drawn_matrix() -> list[list[bool]]:
-    lines = [line[34:].split() for line in d2f.__doc__.splitlines()]
-    return [[cell == "1" for cell in cells] for cells in lines if len(cells) == 6 and set(cells) <= {"1", "."}]
-
-
 @pytest.fixture(scope="module")
 def batches():
     corrupt = jax.jit(OBJECTIVE.corrupt)
@@ -33,7 +29,7 @@ def batches():
 def test_the_matrix_of_the_docstring_is_the_mask(batches):
     """The first document is that of the docstring, and the third, without a prompt, begins with a block."""
     mask = np.asarray(batches[0].visibility.mask()[0])
-    assert mask[:6, :6].tolist() == drawn_matrix()
+    assert mask[:6, :6].tolist() == drawn_matrix(d2f.__doc__, 6)
     assert not mask[:6, 6:].any()
     assert mask[15:18, 15:18].tolist() == [[True, True, False], [True, True, False], [True, True, True]]
 

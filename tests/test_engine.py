@@ -7,7 +7,7 @@ import hypothesis
 import jax
 import pytest
 from conftest import BOS, PROMPTS, compiled, settings, sharp_model
-from helpers import wait_until
+from helpers import Bytes, wait_until
 from hypothesis import strategies as st
 
 from refusion_jax import Request, decode
@@ -57,11 +57,6 @@ def test_what_may_begin_a_stop_string_is_held_back_and_no_more(text, stops):
     beginnings = {stop[:length] for stop in stops for length in range(1, len(stop))}
     held = max((length for length in range(len(text) + 1) if text[len(text) - length :] in beginnings), default=0)
     assert Stops(tuple(stops)).without_beginning(text) == text[: len(text) - held]
-
-
-class Bytes:
-    def decode(self, ids):
-        return bytes(ids).decode(errors="replace")
 
 
 # The engine, without HTTP.

@@ -8,7 +8,7 @@ import threading
 import httpx
 import pytest
 import uvicorn
-from helpers import check_page
+from helpers import Bytes, check_page
 
 import refusion_jax
 from refusion_jax import DecodeSettings, load_model, load_tokenizer
@@ -100,13 +100,6 @@ def test_only_streams_are_watched(address):
     headers = {"Authorization": "Bearer secret"}
     answer = httpx.post(f"{address}/v1/completions", json={"prompt": "a", "watch": True}, headers=headers)
     assert (answer.status_code, answer.json()["error"]["message"]) == (400, "watch: is for a stream")
-
-
-class Bytes:
-    """A tokenizer whose tokens are bytes."""
-
-    def decode(self, ids):
-        return bytes(ids).decode(errors="replace")
 
 
 def test_a_character_of_several_tokens_is_spelled_by_its_last_one():
