@@ -13,10 +13,13 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import jax
+import jax.numpy as jnp
 import pytest
 import tokenizers
 from conftest import QUICK_COMPILE, ROOT, tiny_model
 
+from refusion_jax.batch.batch import Batch, weigh
 from refusion_jax.model import huggingface
 from refusion_jax.training import events
 from refusion_jax.training.metrics import read_metrics
@@ -106,6 +109,12 @@ def write_lines(path: Path, lines: list) -> Path:
     """Writes objects as JSON, one a line."""
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
     return path
+
+
+def loss_terms(logits: jax.Array, batch: Batch) -> dict[str, jax.Array]:
+    """The definition of the loss: all terms, from the logits [B, T, V] of a batch."""
+    label_logits = jnp.take_along_axis(logits, batch.labels[..., None], axis=-1)[..., 0]
+    return weigh(jax.nn.logsumexp(logits, axis=-1) - label_logits, batch)
 
 
 def drawn_matrix(text: str, columns: int) -> list[list[bool]]:

@@ -18,10 +18,9 @@ import numpy as np
 import pytest
 from conftest import SHARED
 from flax import nnx
-from helpers import SHIPPED
+from helpers import SHIPPED, loss_terms
 
 from refusion_jax import DecodeSettings, UserError, decode, load_model
-from refusion_jax.batch.batch import loss_terms
 from refusion_jax.decoding.answers import Answer
 from refusion_jax.decoding.requests import Request, prepare
 from refusion_jax.systems.api import stream

@@ -11,10 +11,9 @@ import numpy as np
 import pytest
 from conftest import TINY_RUN, run
 from flax import nnx
-from helpers import check_page
+from helpers import check_page, loss_terms
 from rich.console import Console
 
-from refusion_jax.batch.batch import loss_terms
 from refusion_jax.batch.rows import Rows
 from refusion_jax.config import make_objective
 from refusion_jax.config.model import model_config

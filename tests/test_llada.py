@@ -5,9 +5,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from conftest import MASK, config_with, forward, tiny_model
+from helpers import loss_terms
 from test_objectives import rows_of
 
-from refusion_jax.batch.batch import loss_terms
 from refusion_jax.batch.masking import pad_answers
 from refusion_jax.batch.visibility import BIDIRECTIONAL, Visibility
 from refusion_jax.config import make_objective

@@ -5,9 +5,10 @@ import numpy as np
 import pytest
 from conftest import MASK, causal, forward, tiny_model
 from flax import nnx
+from helpers import loss_terms
 from test_slots import packed
 
-from refusion_jax.batch.batch import Batch, loss_terms
+from refusion_jax.batch.batch import Batch
 from refusion_jax.config import make_objective
 from refusion_jax.systems.ar import NextToken
 from refusion_jax.systems.refusion import slots

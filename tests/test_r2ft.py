@@ -4,9 +4,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from conftest import MASK, forward, tiny_model
+from helpers import loss_terms
 from test_objectives import rows_of
 
-from refusion_jax.batch.batch import loss_terms
 from refusion_jax.batch.rows import Rows
 from refusion_jax.config import default_config, make_objective
 

@@ -4,7 +4,6 @@ import jax
 import pytest
 from helpers import load_config
 
-from refusion_jax import UserError
 from refusion_jax.config.model import model_config
 from refusion_jax.distributed import sharding
 from refusion_jax.training.program import train_program
@@ -38,9 +37,3 @@ def test_no_large_weight_or_moment_is_whole_on_a_chip(size, optimizer):
 )
 def test_the_nearest_mesh_multiplies_to_the_devices(asked, devices, nearest):
     assert sharding.nearest_mesh(ONES | asked, devices) == nearest
-
-
-def test_axes_that_collide_are_refused(monkeypatch):
-    monkeypatch.setitem(sharding.RULES, "mlp", "fsdp")
-    with pytest.raises(UserError, match="axes 'embed' and 'mlp' of one array are both split by mesh.fsdp"):
-        sharding.spec("layers", "embed", "mlp")

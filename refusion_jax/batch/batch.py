@@ -4,14 +4,13 @@ The loss is the sum over the terms of the objective of coefficient * sum of weig
 not linear in the cross-entropies defines its terms by `combine`. The weights include the whole normalization, over the
 *global* batch, so that accumulation and sharding only change the order of summation.
 
-Axes: B rows, T input length, V vocabulary.
+Axes: B rows, T input length.
 """
 
 import dataclasses
 import functools
 from collections.abc import Callable
 
-import jax
 import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Array, Bool, Float32, Int32, Shaped
@@ -44,12 +43,6 @@ def count_documents(segment_ids: Int32[Array, "B T"]) -> Float32[Array, ""]:
     """The number of documents in the batch, at least 1."""
     is_first = (text_positions(segment_ids) == 0) & (segment_ids > 0)
     return jnp.maximum(jnp.sum(is_first), 1).astype(jnp.float32)
-
-
-def loss_terms(logits: Float32[Array, "B T V"], batch: Batch) -> dict[str, Float32[Array, ""]]:
-    """The definition of the loss: all terms, from the logits of a batch."""
-    label_logits = jnp.take_along_axis(logits, batch.labels[..., None], axis=-1)[..., 0]
-    return weigh(jax.nn.logsumexp(logits, axis=-1) - label_logits, batch)
 
 
 def weigh(cross_entropy: Float32[Array, "B T"], batch: Batch) -> dict[str, Float32[Array, ""]]:

@@ -109,17 +109,7 @@ def describe(mesh: Mesh) -> str:
 
 
 def spec(*axes: str | None) -> PartitionSpec:
-    """PartitionSpec of an array with these logical axes.
-
-    Raises:
-      UserError: where two of them would be split by the same mesh axis.
-    """
-    used = [(name, axis) for axis in axes for name in mesh_axes(axis)]
-    for (name, axis), (other_name, other) in itertools.combinations(used, 2):
-        if name == other_name:
-            raise UserError(
-                f"axes {axis!r} and {other!r} of one array are both split by mesh.{name}: see sharding.RULES"
-            )
+    """PartitionSpec of an array with these logical axes."""
     return PartitionSpec(*(RULES[axis] for axis in axes))
 
 
