@@ -122,11 +122,7 @@ def _stamp(path: epath.Path) -> list[tuple[str, float | str, int]]:
 
 
 def read_model_config(path: epath.Path) -> ModelConfig:
-    """The shape of the model at a path.
-
-    Raises:
-      UserError: where there is none.
-    """
+    """The shape of the model at a path; UserError where there is none."""
     path = _model_place(path)
     if huggingface_config.is_huggingface(path):
         return huggingface_config.read_model_config(path, find_tokenizer(path), releases=releases())
@@ -202,21 +198,13 @@ def _model_place(path: epath.Path) -> epath.Path:
 
 
 def read_dtype(path: epath.Path) -> str:
-    """The dtype in which no weight of a model is rounded, "float32" or "bfloat16".
-
-    Raises:
-      UserError: where there is none.
-    """
+    """The dtype in which no weight of a model is rounded, "float32" or "bfloat16"; UserError where there is none."""
     path = _model_place(path)
     return huggingface.read_dtype(path) if huggingface_config.is_huggingface(path) else stored_dtype(path)
 
 
 def load_tokenizer(path: epath.PathLike) -> Tokenizer:
-    """The tokenizer of a run or model; the path is as for `load_model`.
-
-    Raises:
-      UserError: where it has none.
-    """
+    """The tokenizer of a run or model; the path is as for `load_model`; UserError where it has none."""
     tokenizer = find_tokenizer(epath.Path(path))
     if tokenizer is None:
         raise UserError(f"{path} holds no tokenizer.model or tokenizer.json: give its prompts as prompt_ids")
@@ -243,9 +231,6 @@ def check_fits(
       tokenizer: of the data.
       flag: the key that names the path.
       alike: the keys in which both agree, if not in all that weights depend on.
-
-    Raises:
-      UserError: naming the key, its value, and the value it should have.
     """
     there, own = read_model_config(path), find_tokenizer(path)
     if own and (token := first_difference(own, tokenizer)) is not None:

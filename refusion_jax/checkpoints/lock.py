@@ -48,11 +48,7 @@ def locked(directory: epath.Path) -> Iterator[Callable[[], None]]:
 
 
 def check_free(directory: epath.Path) -> None:
-    """Refuses a local directory that another run holds; writes nothing.
-
-    Raises:
-      UserError: naming its process, and since when.
-    """
+    """Refuses a local directory that another run holds; writes nothing."""
     if not is_remote(directory) and (directory / FILE).exists():
         with (directory / FILE).open("rb") as file:
             _flock(file, fcntl.LOCK_SH, directory)

@@ -44,11 +44,7 @@ def write_model_config(workdir: epath.Path, model: ModelConfig, objective: str |
 
 
 def read_model_config(workdir: epath.Path) -> ModelConfig:
-    """The shape of a run's model.
-
-    Raises:
-      UserError: where the file cannot be read.
-    """
+    """The shape of a run's model; UserError where the file cannot be read."""
     path = workdir / "model.json"
     content = read_json(path)
     content.pop("objective", None)

@@ -6,7 +6,10 @@ from typing import Any
 
 
 class UserError(ValueError):
-    """Bad input. The message is one line that names the flag, file or line at fault; commands exit with code 2."""
+    """Bad input. The message is one line that names the flag, file or line at fault; commands exit with code 2.
+
+    It is what a function raises that "refuses" something, as its docstring says.
+    """
 
 
 class SettingError(UserError):

@@ -19,11 +19,7 @@ _PATHS = {
 
 
 def check_values(values: flags.FlagValues) -> None:
-    """Refuses what can be no path, and numbers that absl takes although nothing can be done with them.
-
-    Raises:
-      UserError: naming the flag.
-    """
+    """Refuses what can be no path, and numbers that absl takes although nothing can be done with them."""
     for name in values:  # those of settings have limits of their own
         value = values[name].value
         if "." not in name and isinstance(value, int | float) and not -(2**32) < value < 2**32:
@@ -64,11 +60,7 @@ def read_counts(flag: str, values: Sequence[str]) -> list[int]:
 
 
 def check_output(flag: str, path: epath.Path, directory: bool = False) -> None:
-    """Refuses a path that cannot be written, before any work is done for it.
-
-    Raises:
-      UserError: naming the flag.
-    """
+    """Refuses a path that cannot be written, before any work is done for it."""
     if is_remote(path):
         return
     if os.fspath(path).startswith(tuple(store[:-1] for store in STORES)):  # one slash is what pathlib leaves
@@ -95,11 +87,7 @@ def check_output(flag: str, path: epath.Path, directory: bool = False) -> None:
 
 
 def check_page(flag: str, path: epath.Path, beginning: bytes) -> None:
-    """Refuses a path where no page can be written, and a file that does not begin as every such page does.
-
-    Raises:
-      UserError: naming the flag.
-    """
+    """Refuses a path where no page can be written, and a file that does not begin as every such page does."""
     check_output(flag, path)
     if path.is_file() and not begins_with(path, beginning):
         raise UserError(f"--{flag}={path}: is there already, and no page of ours; name another place")
@@ -112,11 +100,7 @@ def begins_with(path: Path | epath.Path, beginning: bytes) -> bool:
 
 
 def check_apart(output: epath.PathLike, inputs: Iterable[epath.PathLike], flag: str = "output") -> None:
-    """Refuses to write over what is read, or into a directory that is read whole.
-
-    Raises:
-      UserError: naming the flag and the input.
-    """
+    """Refuses to write over what is read, or into a directory that is read whole."""
     real = Path(os.path.realpath(output))
     for path in [] if is_remote(output) else inputs:
         if not is_remote(path) and Path(os.path.realpath(path)) in (real, *real.parents):

@@ -29,11 +29,7 @@ class Setting:
     or_number: bool = False
 
     def check(self, group: str, name: str, value: Any) -> None:
-        """Refuses a value that is not of the type, finite, within the limits, and one of the choices.
-
-        Raises:
-          SettingError: naming the setting, the reason, and what would be right.
-        """
+        """Refuses a value that is not of the type, finite, within the limits, and one of the choices."""
         why = self._fault(value)
         if why:
             raise SettingError(group, name, value, why)

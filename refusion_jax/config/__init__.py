@@ -64,11 +64,7 @@ CHANGEABLE = (
 
 
 def check(c: ml_collections.ConfigDict) -> None:
-    """Refuses impossible values.
-
-    Raises:
-      SettingError: naming the key, the reason, and what would be right.
-    """
+    """Refuses impossible values."""
 
     def refuse(key: str, why: str):
         raise SettingError("config", key, _get(c, key), why)
@@ -153,11 +149,7 @@ def _check_keys(c: ml_collections.ConfigDict) -> None:
 
 
 def check_mesh(c: ml_collections.ConfigDict, mesh: jax.sharding.Mesh) -> None:
-    """Refuses sizes that the mesh cannot split evenly.
-
-    Raises:
-      SettingError: naming the key, the number of parts, and the nearest size that works.
-    """
+    """Refuses sizes that the mesh cannot split evenly."""
     for key, axis, each in (
         ("batch_size", "batch", c.accumulation),
         ("row_length", "length", 1),

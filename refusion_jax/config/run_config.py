@@ -29,9 +29,6 @@ def check_same_run(workdir: epath.Path, config: ml_collections.ConfigDict, allow
 
     Returns:
       What has changed of what is allowed: "KEY: OLD -> NEW" each.
-
-    Raises:
-      UserError: naming the keys that differ, or what is in the way.
     """
     check_output("workdir", workdir, directory=True)
     if is_prepared(str(workdir)):

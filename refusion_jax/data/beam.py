@@ -45,11 +45,7 @@ class BeamRunner(Runner):
         """Does nothing: `run` waits for its pipeline."""
 
     def run(self, task: Task, chunks: dict[int, list[InputSplit]]) -> Iterator[Report]:
-        """The report of every chunk, in order, once all are made.
-
-        Raises:
-          Failure: where the pipeline fails.
-        """
+        """The report of every chunk, in order, once all are made; Failure where the pipeline fails."""
         self._run(
             beam.Create(list(chunks.items()))
             | beam.Reshuffle()

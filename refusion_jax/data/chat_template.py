@@ -20,11 +20,7 @@ class ChatTemplate:
     """
 
     def __init__(self, source: str, origin: str):
-        """Compiles it.
-
-        Raises:
-          UserError: where it is no template.
-        """
+        """Compiles it; UserError where it is no template."""
         self._origin = origin
         environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
@@ -37,11 +33,7 @@ class ChatTemplate:
             raise UserError(f"{origin}: the chat template cannot be read: {first_line(error)}") from error
 
     def render(self, **variables: Any) -> str:
-        """The text of a conversation.
-
-        Raises:
-          UserError: where the template fails.
-        """
+        """The text of a conversation; UserError where the template fails."""
         try:
             return self._template.render(**variables)
         except Exception as error:  # noqa: BLE001  a program may raise anything

@@ -47,11 +47,7 @@ class Filters:
     """Applies them, one after the other."""
 
     def __init__(self, settings: FilterSettings):
-        """Loads what they go by.
-
-        Raises:
-          UserError: where a file of theirs cannot be read, or a package is not installed.
-        """
+        """Loads what they go by; UserError where a file of theirs cannot be read, or a package is not installed."""
         self.blocked = {line for path, _ in settings.blocked_urls for line in _lines(path)}
         self._steps: dict[str, Callable[[Example], Outcome]] = {}
         if settings.languages:

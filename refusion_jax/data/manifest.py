@@ -71,11 +71,7 @@ def is_prepared(path: str) -> bool:
 
 
 def read_manifest(path: str | epath.Path) -> Manifest:
-    """The manifest of a finished directory.
-
-    Raises:
-      UserError: where `prepare` has not finished, or the file cannot be read.
-    """
+    """The manifest of a finished directory; UserError where `prepare` has not finished, or the file cannot be read."""
     directory = epath.Path(path)
     if not (directory / FILE).exists():
         unfinished = (directory / PROGRESS).exists()

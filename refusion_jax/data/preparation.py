@@ -85,11 +85,7 @@ class Preparation:
     advance: Callable[[int, int], None]  # called with the bytes of each chunk that is done, and its tokens
 
     def run(self) -> Manifest:
-        """Makes the missing shards, then the manifest.
-
-        Raises:
-          UserError: where the input or the directory cannot be used.
-        """
+        """Makes the missing shards, then the manifest; UserError where the input or the directory cannot be used."""
         output, plan = self.output, self._fingerprint()
         if (output / FILE).exists():
             manifest = read_manifest(output)

@@ -56,11 +56,7 @@ class PreparedRows(RowSource):
             raise UserError(f"{self.path}: row {index} is not as manifest.json says; prepare the data again") from error
 
     def record(self, index: int) -> bytes:
-        """The stored record of a row.
-
-        Raises:
-          UserError: where it is damaged.
-        """
+        """The stored record of a row; UserError where it is damaged."""
         try:
             record = self._records[index]
         except (ValueError, IndexError, RuntimeError) as error:

@@ -64,10 +64,6 @@ def decode_row(record: bytes, row_length: int, dtype: np.dtype) -> dict[str, np.
 
 
 def check_row(record: bytes, where: str) -> None:
-    """Refuses a damaged record, by its checksum.
-
-    Raises:
-      UserError: naming `where`.
-    """
+    """Refuses a damaged record, by its checksum."""
     if zlib.crc32(record[4:]).to_bytes(4, "little") != record[:4]:
         raise UserError(f"{where}: the checksum of this row is wrong; the file was damaged, prepare it again")

@@ -62,11 +62,7 @@ class SentencePieceTokenizer(Tokenizer):
 
     @classmethod
     def load(cls, path: epath.PathLike, mask_piece: str | int = MASK_PIECE) -> "SentencePieceTokenizer":
-        """Reads a model file.
-
-        Raises:
-          UserError: where there is none.
-        """
+        """Reads a model file; UserError where there is none."""
         return cls(read_file(path), str(path), mask_piece)
 
     @classmethod

@@ -48,11 +48,7 @@ class Processes(Runner):
         self._executor.shutdown(cancel_futures=True)
 
     def run(self, task: Task, chunks: dict[int, list[InputSplit]]) -> Iterator[Report]:
-        """The report of every chunk, in order.
-
-        Raises:
-          UserError: where a process died.
-        """
+        """The report of every chunk, in order; UserError where a process died."""
         if min(self._count, len(chunks)) <= 1:
             worker = Worker(*self._given)
             yield from (task(worker, index, chunk) for index, chunk in chunks.items())

@@ -187,11 +187,7 @@ def all_agree(flag: bool) -> bool:
 
 
 def check_same(what: str, *parts: bytes | str) -> None:
-    """Refuses to go on where processes hold other `parts`; `what` is the flag at fault, for the message.
-
-    Raises:
-      UserError: on all processes.
-    """
+    """Refuses to go on where processes hold other `parts`; `what` is the flag at fault, for the message."""
     if jax.process_count() == 1:
         return
     digest = hashlib.blake2b(digest_size=16)
@@ -204,11 +200,7 @@ def check_same(what: str, *parts: bytes | str) -> None:
 
 
 def check_shared(workdir: epath.Path) -> None:
-    """Refuses a directory that the processes do not share: a checkpoint of all hosts needs one that all see.
-
-    Raises:
-      UserError: on all processes.
-    """
+    """Refuses a directory that the processes do not share: a checkpoint of all hosts needs one that all see."""
     if jax.process_count() == 1:
         return
     made = [path for path in (workdir, *workdir.parents) if not path.exists()]

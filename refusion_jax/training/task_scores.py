@@ -53,11 +53,7 @@ class TaskScores:
         self.check(program.target.weights)
 
     def check(self, params: dict) -> None:
-        """Refuses requests that weights, or their shapes and shardings, cannot serve in free memory.
-
-        Raises:
-          UserError: naming the keys at fault.
-        """
+        """Refuses requests that weights, or their shapes and shardings, cannot serve in free memory."""
         with naming(f"--config.eval.tasks={','.join(self._plan.tasks)}"):
             asked = benchmark.check_requests(self._model(params), self._plan, self._tasks)
         check_same("what --config.eval.tasks asks", asked)

@@ -92,11 +92,7 @@ class Trackers:
 
 
 def check_trackers(config: ml_collections.ConfigDict, workdir: epath.Path) -> None:
-    """Refuses trackers that are unknown or not installed.
-
-    Raises:
-      UserError: naming the tracker, and what would be right.
-    """
+    """Refuses trackers that are unknown or not installed."""
 
     def refuse(why: str) -> None:
         raise SettingError("config", "tracker", config.tracker, why)
