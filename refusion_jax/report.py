@@ -37,7 +37,7 @@ def main() -> None:
     with needs("plots"):
         import matplotlib  # noqa: F401  before anything is read
     runs = [read_run(number, workdir) for number, workdir in enumerate(_WORKDIR.value, 1)]
-    shown = [section for section in sections(runs) if section[-1]]
+    shown = sections(runs)
     charts = [chart for *_, own in shown for chart in own]
     for number, chart in enumerate(track(charts, "drawing"), 1):
         draw(chart)

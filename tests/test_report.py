@@ -125,10 +125,6 @@ def test_a_line_has_the_points_that_were_logged(trained_run, others):
     (group,) = (chart for title, chart in found.items() if "slot_size" in title)
     assert [(line.label, line.points[0][1]) for line in group.lines] == [("4", 0.25), ("8", 0.125), ("16", 0.0625)]
 
-    many = run_report.ShownRun("", "c0", {}, [{"tokens": 1} | {f"eval_{i}": 1.0 for i in range(70)}], [], [])
-    ((_, about, charts),) = run_report.sections([many])
-    assert (len(charts), about.split(". ")[-1]) == (60, "The first 60 of 70 charts.")
-
 
 def test_files_of_a_stranger_become_text_alone(others, tmp_path):
     out, err = run("report", f"--workdir={others[1]}", f"--output={tmp_path}")

@@ -32,7 +32,6 @@ from refusion_jax.training.metrics import SAMPLES, read_metrics
 
 BEGINNING = b"<!doctype html><!-- runs, by refusion_jax.report -->"  # of every page
 MOST = 8  # runs of a page: more cannot be told apart by colour
-_MOST_CHARTS = 60  # of a section
 _POINTS = 300  # of a line; more become means, within a band from the least to the most
 
 # By name; the page has others for its dark theme.
@@ -109,34 +108,31 @@ def read_run(number: int, workdir: str) -> ShownRun:
     return ShownRun(f"{number} {workdir}", f"c{number - 1}", config, records, own, samples)
 
 
-def sections(runs: Sequence[ShownRun]) -> Iterator[tuple[str, str, list[Chart]]]:
+def sections(runs: Sequence[ShownRun]) -> list[tuple[str, str, list[Chart]]]:
     """(title, what is to be said, charts) of each section for which there are any metrics."""
     names = sorted({name for run in runs for record in run.records for name in record})
     grouped = {name: match for name in names if (match := _GROUP.fullmatch(name))}
+    found = []
     for title, pattern, about in _SECTIONS:
         own = [name for name in names if re.fullmatch(pattern, name) and name not in grouped]
-        yield from _section(title, about, ((x, [(r.name, r.color, r, x) for r in runs], False) for x in own))
+        found.append((title, about, [_chart(x, [(run.name, run.color, run.values(x)) for run in runs]) for x in own]))
         if title == "Held-out loss":
-            yield from _section(f"{title} by group", _ABOUT_GROUPS, _groups(runs, grouped))
+            found.append((f"{title} by group", _ABOUT_GROUPS, _groups(runs, grouped)))
+    shown = [(title, about, [chart for chart in charts if chart.lines]) for title, about, charts in found]
+    return [section for section in shown if section[-1]]
 
 
-def _groups(runs: Sequence[ShownRun], names: dict[str, re.Match]) -> Iterator[tuple]:
+def _groups(runs: Sequence[ShownRun], names: dict[str, re.Match]) -> Iterator[Chart]:
     for prefix in dict.fromkeys(match[1] for match in names.values()):
         values = sorted((int(match[2]), name) for name, match in names.items() if match[1] == prefix)
         for run in runs:
-            lines = [(str(value), f"c{i % MOST}", run, name) for i, (value, name) in enumerate(values)]
-            yield f"{prefix}{f', {run.name}' if len(runs) > 1 else ''}", lines, True
+            lines = [(str(value), f"c{i % MOST}", run.values(name)) for i, (value, name) in enumerate(values)]
+            yield _chart(f"{prefix}{f', {run.name}' if len(runs) > 1 else ''}", lines, has_legend=True)
 
 
-def _section(title: str, about: str, charts: Iterator[tuple]) -> Iterator[tuple[str, str, list[Chart]]]:
-    found = []
-    for name, lines, has_legend in charts:
-        name = name.encode(errors="replace").decode()  # JSON may hold half a character
-        shown = [ChartLine(label, color, points) for label, color, run, x in lines if (points := run.values(x))]
-        found += [Chart(name, shown, has_legend)] if shown else []
-    if found:
-        left_out = f" The first {_MOST_CHARTS} of {len(found)} charts." if len(found) > _MOST_CHARTS else ""
-        yield title, about + left_out, found[:_MOST_CHARTS]
+def _chart(title: str, lines: list[tuple], has_legend: bool = False) -> Chart:
+    title = title.encode(errors="replace").decode()  # JSON may hold half a character
+    return Chart(title, [ChartLine(*line) for line in lines if line[-1]], has_legend)
 
 
 def _is_number(x: object) -> bool:
