@@ -66,11 +66,7 @@ def mesh_over_all(hidden_size: int) -> jax.sharding.Mesh:
 
 
 def to_orbax(source: epath.Path, target: epath.Path, dtype: str, mask_token_id: int | None) -> None:
-    """Reads a Hugging Face directory, spread over all devices here, and writes checkpoints/0/ and model.json.
-
-    Raises:
-      UserError: where the directory cannot be read, or nobody names a mask token.
-    """
+    """Reads a Hugging Face directory, spread over all devices here, and writes checkpoints/0/ and model.json."""
     tokenizer = find_tokenizer(source, mask_token_id)
     config = huggingface_config.read_model_config(source, tokenizer, mask_token_id, releases())
     if config.mask_token_id < 0:

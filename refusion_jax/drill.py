@@ -79,12 +79,7 @@ def differences(straight: Path, faulty: Path, steps: int) -> list[str]:
 
 
 def finish(run: RunUnderTest) -> None:
-    """Starts a run until it is complete.
-
-    Raises:
-      UserError: where its flags are at fault, by what `train` says of them.
-      UnexpectedError: where it is never complete.
-    """
+    """Starts a run until it is complete; UserError where its flags are at fault, by what `train` says of them."""
     for _ in range(20):
         if not run.is_running():
             run.start()

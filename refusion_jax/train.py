@@ -143,11 +143,7 @@ def train(
 
 
 def compile_into_cache(config: ml_collections.ConfigDict, workdir: epath.Path, program: Program, mesh: Mesh) -> None:
-    """Compiles the step into the cache of compiled programs, for the next start.
-
-    Raises:
-      UserError: where there is no such cache.
-    """
+    """Compiles the step into the cache of compiled programs, for the next start."""
     keep_compiled(workdir / "compilation_cache", config.compilation_cache)
     if not (place := jax.config.jax_compilation_cache_dir):
         raise UserError("--compile_only: no compiled programs are kept here; --config.compilation_cache=shared does")
@@ -159,11 +155,7 @@ def compile_into_cache(config: ml_collections.ConfigDict, workdir: epath.Path, p
 
 
 def session(run: Run, start_over: bool) -> str:
-    """Trains from the newest whole checkpoint until the run is complete, preempted, or rolled back: says which.
-
-    Raises:
-      UserError: where the run cannot go on.
-    """
+    """Trains from the newest whole checkpoint until the run is complete, preempted, or rolled back: says which."""
     config, opened = run.config, Session(run, start_over)
     if opened.first_step >= config.steps:
         say(f"training is complete: {run.workdir} holds step {opened.first_step} of {config.steps}")

@@ -30,11 +30,8 @@ def shuffle_documents(rows: Rows, keys: Key[Array, "B"]) -> Rows:
     """Puts the documents of each row into a random order; the empty end stays where it is.
 
     Rows are packed with the longest documents first, and often to their end, so that the place where one begins tells
-    how long it is where blocks are counted from the start of the row, and a decoder's text always begins at one.
-
-    Args:
-      rows: to shuffle; their documents are numbered anew, from the left.
-      keys: one per row.
+    how long it is where blocks are counted from the start of the row, and a decoder's text always begins at one. The
+    documents are numbered anew, from the left.
     """
     index = row_index(rows.tokens)
     draws = jax.vmap(lambda key: jax.random.uniform(key, index.shape[1:]))(keys_for("shuffling", keys))
@@ -55,11 +52,6 @@ def pad_answers(rows: Rows, keys: Key[Array, "B"], share: float) -> Rows:
 
         tokens     p a E q b E r c E .
                    p a E E E E r c E E
-
-    Args:
-      rows: of documents that end in an EOS.
-      keys: one per row.
-      share: of documents to replace; 0 changes nothing.
     """
     if not share:
         return rows
@@ -77,12 +69,8 @@ def draw_masks(rows: Rows, keys: Key[Array, "B"]) -> tuple[Bool[Array, "B T"], F
     An EOS and its repeats are masked one by one, like any tokens (as in LLaDA). Masked together, a visible one would
     say that no mask before it is an EOS, which is not so in decoding, where the last ones may be committed first.
 
-    Args:
-      rows: padded or not.
-      keys: one per row; p = (1 - EPS) t + EPS with t ~ U(0, 1) for each document.
-
     Returns:
-      (which tokens are masked, p of each token's document).
+      (which tokens are masked, p = (1 - EPS) t + EPS with t ~ U(0, 1) of each token's document).
     """
     p, u = draw_levels(keys, rows)
     p = jnp.take_along_axis(p, document_start(rows.segment_ids), axis=1)

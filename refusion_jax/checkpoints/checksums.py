@@ -36,12 +36,9 @@ def files_below(directory: epath.Path) -> Iterable[epath.Path]:
 
 
 def write(directory: epath.Path, files: dict[str, epath.Path], part: str = "") -> None:
-    """Writes a list of this process's.
+    """Writes a list of this process's: of files, by the names in the directory under which they will be found.
 
-    Args:
-      directory: where the list goes.
-      files: by the name, relative to the directory, under which they will be found.
-      part: of the list's name, where a process writes more than one.
+    `part` is of the list's name, where a process writes more than one.
     """
     with concurrent.futures.ThreadPoolExecutor(_THREADS) as pool:
         found = dict(zip(files, pool.map(_checksum, files.values()), strict=True))
@@ -73,12 +70,10 @@ def _lists(directory: epath.Path) -> list[epath.Path]:
 
 def find_damage(directory: epath.Path, part: str = "") -> str | None:
     """The first damaged file in this process's share of those whose names begin with `part`, in one line, or None."""
-    wanted = {}
-    for path in _lists(directory):
-        try:
-            wanted |= read_json(path, dict[str, Found])
-        except UserError:
-            return f"{path}: the list of checksums cannot be read"
+    try:
+        wanted = listed(directory)
+    except UserError as error:
+        return str(error)
     names = sorted(name for name in wanted if name.startswith(part))[jax.process_index() :: jax.process_count()]
     with concurrent.futures.ThreadPoolExecutor(_THREADS) as pool:
         checked = pool.map(lambda name: _try_checksum(directory / name, wanted[name][1]), names)

@@ -45,14 +45,7 @@ def finished_steps(directory: epath.Path) -> list[int]:
 
 
 def find_step(path: epath.Path) -> tuple[epath.Path, epath.Path]:
-    """The run directory and the directory of one step.
-
-    Args:
-      path: a run directory or its checkpoints/, for the newest step; or the directory of a step.
-
-    Raises:
-      UserError: where no checkpoint is there.
-    """
+    """The run directory and the directory of a step: the one that is named, or the newest of a run or checkpoints/."""
     path = absolute(path)
     if is_step(path):
         workdir, steps = path.parent.parent, [int(path.name)]

@@ -76,11 +76,7 @@ def load_model(
 def load_for(
     path: epath.PathLike, settings: Settings, dtype: str = "float32", mesh: jax.sharding.Mesh | None = None
 ) -> Transformer:
-    """`load_model`, with the auxiliary models that the settings of a decoder name.
-
-    Raises:
-      SettingError: where one of them is not named, or has another tokenizer.
-    """
+    """`load_model`, with the auxiliary models that the settings of a decoder name; all must have one tokenizer."""
     auxiliary = {}
     check_auxiliaries(settings, settings)
     for name in settings.auxiliary_models:
@@ -101,8 +97,7 @@ def is_foreign(path: epath.Path) -> bool:
 def weights_stamp(path: epath.PathLike, settings: Settings) -> list[tuple[str, float | str, int]]:
     """A stamp that changes whenever the weights do, those of auxiliary models included.
 
-    Returns:
-      (name, checksum, bytes) of the files of our checkpoints, wherever they are; (path, time, bytes) of others.
+    It has (name, checksum, bytes) of the files of our checkpoints, wherever they are; (path, time, bytes) of others.
     """
     places = [path, *filter(None, (getattr(settings, name) for name in settings.auxiliary_models))]
     return [entry for place in places for entry in _stamp(epath.Path(place))]
@@ -153,9 +148,6 @@ def open_weights(path: epath.PathLike) -> Callable[[tuple[str, ...], slice], np.
 
     Returns:
       (path of a weight in the tree, entries of its first axis) -> these entries, in any dtype.
-
-    Raises:
-      UserError: as `load_model`.
     """
     path = epath.Path(path)
     target = abstract_transformer(read_model_config(path), "float32", make_mesh({}, jax.devices()[:1]))[1]
@@ -173,11 +165,7 @@ def reader_of(model: Transformer) -> Callable[[tuple[str, ...], slice], np.ndarr
 
 
 def read_trained(path: epath.Path) -> tuple[Lora, dict[str, Any], epath.Path]:
-    """(shape of the adapters, what was trained, what it adapts) of a run with low-rank adapters.
-
-    Raises:
-      UserError: where the run has none.
-    """
+    """(shape of the adapters, what was trained, what it adapts) of a run; UserError where it has no adapters."""
     adapted = run_directory.read_adapters(find_step(path)[0])
     if adapted is None:
         raise UserError(f"{path} has no low-rank adapters: nothing of --config.lora.rank above 0")
@@ -225,12 +213,8 @@ def check_fits(
 ) -> None:
     """Refuses weights of another model, or of one whose tokens mean something else.
 
-    Args:
-      path: of the weights.
-      config: of the model that they are for.
-      tokenizer: of the data.
-      flag: the key that names the path.
-      alike: the keys in which both agree, if not in all that weights depend on.
+    The config is of the model that they are for, and the tokenizer of the data; `flag` is the key that names the path.
+    With `alike` both must agree in these keys, else in all that weights depend on.
     """
     there, own = read_model_config(path), find_tokenizer(path)
     if own and (token := first_difference(own, tokenizer)) is not None:
@@ -255,11 +239,7 @@ def check_fits(
 
 
 def find_tokenizer(path: epath.Path, mask_token_id: int | None = None) -> Tokenizer | None:
-    """The tokenizer of a run or model, if it has one; by default with the model's mask token.
-
-    Raises:
-      UserError: where its files cannot be read, or have no mask token.
-    """
+    """The tokenizer of a run or model, if it has one; by default with the model's mask token."""
     directory = tokenizer_place(path)
     file = find_tokenizer_file(directory)
     if file is None:
@@ -304,8 +284,7 @@ def _lacks_mask(path: epath.Path) -> bool:
 def choose_method(checkpoint: epath.Path, method: str | None) -> str:
     """Name of the decoder: the requested one, or the first for the system that trained the model.
 
-    Raises:
-      SettingError: where the model was not trained for the decoder.
+    SettingError where the model was not trained for the decoder.
     """
     objective = find_objective(checkpoint)
     if objective is None:

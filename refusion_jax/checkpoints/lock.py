@@ -29,11 +29,8 @@ FILE = "lock"
 def locked(directory: epath.Path) -> Iterator[Callable[[], None]]:
     """Holds a directory for a block, for all processes of a run together; the first of them takes the lock.
 
-    Yields:
-      `check`, to be called before each save: raises UserError where a new holder has taken the directory over.
-
-    Raises:
-      UserError: where another run holds it, naming its process, and since when.
+    It yields `check`, to be called before each save: UserError where a new holder has taken the directory over. What
+    another run holds is refused, naming its process, and since when.
     """
     with contextlib.ExitStack() as stack:
         check, refusal = (lambda: None), None

@@ -87,9 +87,7 @@ class Checkpoints:
         """Begins to save; returns as soon as the arrays are copied off the devices.
 
         The last one of a run is waited for, and tried again where it fails. `data` is the position there, as JSON.
-
-        Raises:
-          Failure: where too many saves in a row have failed.
+        Failure where too many saves in a row have failed.
         """
         self.wait()
         for attempt in range(_LAST_ATTEMPTS):  # an interrupted process has to end at some time
@@ -190,12 +188,8 @@ class Checkpoints:
     def restore(self, target: State, start_over: bool = False) -> tuple[State, dict[str, Any]] | None:
         """The newest whole checkpoint, or None where there is none at all. `skipped` says why newer ones were not read.
 
-        Args:
-          target: shapes, dtypes and shardings to restore into; any number of devices will do.
-          start_over: return None, too, where there are checkpoints but none can be read.
-
-        Raises:
-          UserError: where there are checkpoints, but none can be read (starting over silently would lose the run).
+        The target has shapes, dtypes and shardings to restore into; any number of devices will do. Checkpoints of which
+        none can be read are refused (starting over silently would lose the run), but with `start_over`.
         """
         steps = finished_steps(self._directory)
         for step in reversed(steps):

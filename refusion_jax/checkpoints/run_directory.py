@@ -52,11 +52,7 @@ def read_model_config(workdir: epath.Path) -> ModelConfig:
 
 
 def read_adapters(workdir: epath.Path) -> tuple[Lora, epath.Path] | None:
-    """The adapters of a run that trained nothing else, and where the weights are that they adapt.
-
-    Raises:
-      UserError: where the file cannot be read.
-    """
+    """The adapters of a run that trained nothing else, and where the weights are that they adapt."""
     path = workdir / "config.json"
     config = read_json(path, _Config, extra="ignore") if path.exists() else _Config()
     if not (config.lora and config.lora.rank):
@@ -66,11 +62,7 @@ def read_adapters(workdir: epath.Path) -> tuple[Lora, epath.Path] | None:
 
 
 def read_objective(workdir: epath.Path) -> str | None:
-    """The system that trained the model of a run, or one that was converted, where that is known.
-
-    Raises:
-      UserError: where a file cannot be read.
-    """
+    """The system that trained the model of a run, or one that was converted, where that is known."""
     if (path := workdir / "config.json").exists():
         return read_json(path).get("objective", default_system().name)
     given = read_json(workdir / "model.json").get("objective")

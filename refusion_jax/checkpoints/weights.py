@@ -19,8 +19,7 @@ from refusion_jax.distributed.storage import absolute
 def restore_params(path: epath.Path, target: Any) -> Any:
     """Weights of the newest whole step, or of the one named, with the shapes, dtypes and shardings of a target.
 
-    Raises:
-      UserError: where there are none, or none can be read.
+    UserError where there are none, or none can be read.
     """
     workdir, newest = find_step(path)
     if is_step(absolute(path)):
@@ -50,9 +49,6 @@ def open_params(path: epath.Path, target: Any) -> Callable[[tuple[str, ...], sli
 
     Returns:
       (path of a weight in the tree, entries of its first axis) -> these entries, as they are stored.
-
-    Raises:
-      UserError: where there are none, they are damaged, or have other shapes.
     """
     workdir, step = find_step(path)
     directory = step / "params"

@@ -45,7 +45,7 @@ def run(
     """Parses the flags and runs a command; whatever goes wrong ends in one line on stderr, see `guard`.
 
     Args:
-      main: the command; reads its flags from absl.flags.
+      main: reads its flags from absl.flags.
       help_texts: help texts, "config.a.b" -> text, for the keys of the config that --config names, if any.
       names: of all keys of `--config`.
       hidden: flags that --help leaves out, because what else is asked for has no use for them.
@@ -93,12 +93,8 @@ def run(
 def run_part(command: str, story: str, parts: Mapping[str, str]) -> None:
     """Runs the part of a command that the first argument names; the others are its flags.
 
-    Args:
-      command, story: its name, and the text of its --help.
-      parts: modules with `define_flags` and `main`, which take the flags, by the name of the part.
-
-    Raises:
-      UserError: where none is named, or there is none of that name.
+    The story is the text of the command's --help; `parts` are modules with `define_flags` and `main`, which take the
+    flags, by the name of the part.
     """
     name, *rest = expand_flagfiles(sys.argv[1:]) or [""]
     if name in HELP_FLAGS:
@@ -118,12 +114,7 @@ def run_part(command: str, story: str, parts: Mapping[str, str]) -> None:
 
 
 def expand_flagfiles(arguments: Sequence[str]) -> list[str]:
-    """The arguments with the lines of each `--flagfile=FILE` in its place.
-
-    Raises:
-      flags.Error: where a file cannot be read.
-      UserError: where a file is not UTF-8.
-    """
+    """The arguments with the lines of each `--flagfile=FILE` in its place."""
     try:
         return flags.FLAGS.read_flags_from_files(arguments)
     except UnicodeDecodeError as error:
@@ -280,10 +271,7 @@ def define_settings(
 ) -> dict[str, flags.FlagHolder]:
     """One flag --decode.NAME for every setting; None unless it is given.
 
-    Args:
-      settings: by name.
-      flag_values: where the flags are defined.
-      defaults: what the command uses where a flag is not given, by name, for --help; else the setting's own.
+    For --help, `defaults` are what the command uses where a flag is not given, by name, else it is the setting's own.
     """
     defaults = defaults or {}
     define = {

@@ -47,11 +47,7 @@ def naming(where: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def needs(extra: str) -> Iterator[None]:
-    """A context for imports of modules that need an optional extra.
-
-    Raises:
-      UserError: where a package of it is not installed, with the command that installs it.
-    """
+    """A context for imports of modules that need an optional extra; UserError has the command that installs it."""
     try:
         yield
     except ModuleNotFoundError as error:

@@ -49,11 +49,7 @@ def _check_reachable(flag: str, path: str) -> None:
 
 
 def read_counts(flag: str, values: Sequence[str]) -> list[int]:
-    """The numbers of a flag that lists some, each at least 1.
-
-    Raises:
-      UserError: naming the flag.
-    """
+    """The numbers of a flag that lists some, each at least 1."""
     if not values or not all(x.isascii() and x.isdecimal() and len(x) < 10 and int(x) for x in values):
         raise UserError(f"--{flag}={','.join(values)}: must be numbers from 1 to 999,999,999 with commas between")
     return [int(x) for x in values]

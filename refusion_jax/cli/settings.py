@@ -80,12 +80,8 @@ class Setting:
 def setting(default: Any, help: str, *, scope: str = "row", **limits: Any) -> Any:
     """A field of a dataclass of settings.
 
-    Args:
-      default: its value unless set.
-      help: what it means, for --help.
-      scope: "row" where each request of a batch may have a value of its own, "compiled" where all requests that share
-        a compiled program must agree, "batch" where it is of the whole call.
-      **limits: those of `Setting`.
+    Its `scope` is "row" where each request of a batch may have a value of its own, "compiled" where all requests that
+    share a compiled program must agree, "batch" where it is of the whole call. The other arguments are `Setting`'s.
     """
     declared = Setting(default, help, **limits)
     return dataclasses.field(default=default, metadata={"setting": declared, "scope": scope})

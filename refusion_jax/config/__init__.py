@@ -121,11 +121,7 @@ def check(c: ml_collections.ConfigDict) -> None:
 
 
 def read_decode(c: ml_collections.ConfigDict) -> tuple[str, dict[str, Any]]:
-    """(the decoder, its settings) of the tasks that are scored while training.
-
-    Raises:
-      UserError: where eval.decode names no setting of a decoder that serves the objective, or a value it cannot have.
-    """
+    """(the decoder, its settings) of the tasks that are scored while training, as eval.decode names them."""
     flag = f"--config.eval.decode={c.eval.decode!r}"
     settings = read_settings(c.eval.decode.split(), flag)
     fitting = [name for name in decoders_for(c.objective) if not find_decoder(name).settings.auxiliary_models]

@@ -18,13 +18,8 @@ from refusion_jax.systems.registry import find_system
 def adopt_shape(config: ml_collections.ConfigDict, workdir: epath.Path) -> None:
     """Sets the keys of config.model that have their default values to those of the model that a run starts from.
 
-    Args:
-      config: of the run; without init_from its shape stays as it is.
-      workdir: of the run. Where it has begun, its own config counts: its source may be gone. So do the steps that its
-        epochs came to.
-
-    Raises:
-      UserError: where there is no such model, or the config says another shape.
+    Without init_from the shape stays as it is. Where the run has begun in `workdir`, its own config counts, since its
+    source may be gone; so do the steps that its epochs came to. A config that says another shape is refused.
     """
     began = read_config(workdir) if (workdir / "config.json").exists() else None
     if began and config.epochs and config.epochs == began.epochs:
@@ -49,11 +44,7 @@ def adopt_shape(config: ml_collections.ConfigDict, workdir: epath.Path) -> None:
 
 
 def adopt_steps(config: ml_collections.ConfigDict, rows: int) -> None:
-    """Sets config.steps to what config.epochs of so many rows take, if there are any.
-
-    Raises:
-      SettingError: where that does not fit the schedule.
-    """
+    """Sets config.steps to what config.epochs of so many rows take, if there are any; they must fit the schedule."""
     if config.epochs:
         config.steps = max(1, math.ceil(config.epochs * rows / config.batch_size))
         check(config)
@@ -62,15 +53,12 @@ def adopt_steps(config: ml_collections.ConfigDict, rows: int) -> None:
 def model_config(
     config: ml_collections.ConfigDict, tokenizer: Tokenizer | None = None, context: int = 0
 ) -> ModelConfig:
-    """The shape of a run's model, and what its token ids mean.
+    """The shape of a run's model, and what its token ids mean; the embedding must have a row for each of them.
 
     Args:
       config: of the run.
       tokenizer: of the run; None: ids as a tokenizer that fills the vocabulary would give them, for planning.
       context: tokens that the weights the run starts from can read; rows that are shorter take nothing from it.
-
-    Raises:
-      UserError: where the tokenizer has more ids than the embedding has rows.
     """
     rows, system = config.model.vocab_size, find_system(config.objective)
     if tokenizer and tokenizer.size > rows:

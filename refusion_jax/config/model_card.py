@@ -11,11 +11,7 @@ from refusion_jax.systems.registry import systems
 
 
 def model_card(workdir: epath.Path, step: int, name: str) -> str:
-    """System, data, steps, settings and scores of a run at a step, in Markdown.
-
-    Raises:
-      UserError: where a file of the run cannot be read.
-    """
+    """System, data, steps, settings and scores of a run at a step, in Markdown."""
     config = read_config(workdir)
     own, defaults = (flatten(json.loads(c.to_json())) for c in (config, default_config()))
     settings = {key: value for key, value in own.items() if value != defaults.get(key)}

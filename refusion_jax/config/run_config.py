@@ -22,13 +22,8 @@ from refusion_jax.systems.registry import find_system
 def check_same_run(workdir: epath.Path, config: ml_collections.ConfigDict, allowed: Sequence[str] = ()) -> list[str]:
     """Refuses a directory that holds another run, or what a run could not write to.
 
-    Args:
-      workdir: of the run.
-      config: of the run.
-      allowed: keys, or sections, whose values may differ from those that the run was started with.
-
-    Returns:
-      What has changed of what is allowed: "KEY: OLD -> NEW" each.
+    The values of `allowed` keys, or sections, may differ from those that the run was started with. Returns what has
+    changed of them: "KEY: OLD -> NEW" each.
     """
     check_output("workdir", workdir, directory=True)
     if is_prepared(str(workdir)):
@@ -64,11 +59,7 @@ def claim(workdir: epath.Path, config: ml_collections.ConfigDict, model: ModelCo
 
 
 def read_config(workdir: epath.Path) -> ml_collections.ConfigDict:
-    """The config of a run, with defaults for keys that are newer than the run.
-
-    Raises:
-      UserError: where the file cannot be read.
-    """
+    """The config of a run, with defaults for keys that are newer than the run."""
     path, config = workdir / "config.json", default_config()
     content = read_json(path)
     try:

@@ -26,13 +26,9 @@ class BeamRunner(Runner):
     """Pipelines that read the input and write the output themselves: what flows through them is small."""
 
     def __init__(self, settings: PrepareSettings, output: epath.Path, *, options: list[str], count: int):
-        """Starts nothing yet.
+        """Starts nothing yet. All workers must reach the output directory, the input and the tokenizer.
 
-        Args:
-          settings: what shapes the rows.
-          output: the directory, which all workers must reach, as they must the input and the tokenizer.
-          options: of Beam, as on its command lines, of which one names its runner; none: processes of this machine.
-          count: of these.
+        The options are Beam's, of which one names its runner; without any it is `count` processes of this machine.
         """
         self._settings, self._output, self._runner = settings, output, None
         self._options = options or [f"--direct_num_workers={count}"]
@@ -56,11 +52,7 @@ class BeamRunner(Runner):
             yield next((read_json(path, Report) for path in made if path.exists()), Report())
 
     def mark_repeated(self, progress: epath.Path, chunks: int) -> None:
-        """Does what `duplicates.mark_repeated` does, with keys grouped by the partition they are in.
-
-        Raises:
-          Failure: where the pipeline fails.
-        """
+        """Does what `duplicates.mark_repeated` does, with keys grouped by the partition they are in."""
         count, where = duplicates.partitions(progress, chunks), os.fspath(progress)
         self._run(
             beam.Create(list(range(chunks)))

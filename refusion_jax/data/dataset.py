@@ -23,13 +23,8 @@ def load_dataset(
 ) -> tuple[Tokenizer, RowSource]:
     """The tokenizer and the rows that config.data names; rows that are not prepared are packed in memory.
 
-    Args:
-      config: the run's.
-      workdir: of the run; the tokenizer it trained when it began is used instead of training another.
-      default_tokenizer: the file of the one to use where neither the config nor the run has one, if any.
-
-    Raises:
-      UserError: where the data or the tokenizer cannot be used.
+    The tokenizer that the run trained when it began, in `workdir`, is used instead of training another, and the file
+    `default_tokenizer` where neither the config nor the run has one.
     """
     data = config.data
     if paths := prepared_paths(data.path, "data.path"):
@@ -41,10 +36,8 @@ def load_dataset(
             f"--config.data.path={data.path} names none"
         )
     examples = usable(read_examples(data, config.seed), data.on_error)
-    if data.tokenizer:
-        tokenizer = load_tokenizer_file(data.tokenizer, data.mask_piece, data.thinking)
-    elif saved:
-        tokenizer = load_tokenizer_file(saved, data.mask_piece, data.thinking)
+    if file := data.tokenizer or saved:
+        tokenizer = load_tokenizer_file(file, data.mask_piece, data.thinking)
     elif data.thinking != "unset":
         raise UserError(
             f"--config.data.thinking={data.thinking}: it is for chat templates; name a tokenizer that has one with "
@@ -60,11 +53,7 @@ def load_dataset(
 
 
 def prepared_paths(path: str, key: str) -> list[str]:
-    """The prepared directories in the comma-separated value of a config key; empty if it names something else.
-
-    Raises:
-      UserError: where only some of them are prepared directories.
-    """
+    """The prepared directories in the comma-separated value of a config key; empty if it names something else."""
     paths = [part.strip() for part in path.split(",")]
     prepared = [part for part in paths if is_prepared(part)]
     if prepared and len(prepared) < len(paths):
@@ -98,13 +87,7 @@ def _open_prepared(
 def read_rows(config: ml_collections.ConfigDict, path: str, tokenizer: Tokenizer, key: str) -> RowSource:
     """Rows of other data in the format of the run's; rows that are not prepared are packed in memory.
 
-    Args:
-      config, tokenizer: the run's.
-      path: one prepared directory, or what data.path may name else.
-      key: of the config, that the path comes from; for messages.
-
-    Raises:
-      UserError: where the data cannot be used.
+    The path, of the config key `key`, is one prepared directory, or what data.path may name else.
     """
     if not is_prepared(path):
         data = config.data.copy_and_resolve_references()

@@ -23,6 +23,8 @@ CONVERSATION_FIELDS = ("messages", "conversations")
 SYSTEM_FIELD = "system"  # of a prompt or conversation: what it begins with
 ALPACA_FIELDS = ("instruction", "input", "output")
 LOST_FIELDS = ("tools", "history")  # which answers were written upon, and the model would not be told of
+KNOWN_FIELDS = {*QUERY_FIELDS, *RESPONSE_FIELDS, *TEXT_FIELDS, *CONVERSATION_FIELDS, SYSTEM_FIELD, *ALPACA_FIELDS}
+KNOWN_FIELDS |= {*LOST_FIELDS}
 
 OPENING = 1 << 12  # bytes of a text by which it is held out or not, however it is cut
 

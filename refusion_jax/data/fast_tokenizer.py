@@ -64,9 +64,6 @@ class FastTokenizer(Tokenizer):
           mask_piece: the mask token, by its name or its id; MASK_PIECE, or an id that has no token: what the files say.
           thinking: `enable_thinking` of the chat template. None: that of tokenizer_config.json, where the tokenizer of
             a run keeps it; if it has none, the template does not get that name.
-
-        Raises:
-          UserError: where they cannot be read, name no eos token, or lack the mask token that is named.
         """
         content, self._path = read_file(path), path
         self.left_out = {}
@@ -173,9 +170,6 @@ class FastTokenizer(Tokenizer):
           thinking: `enable_thinking` of the template; None: as in training.
           answer_begun: the last message is the beginning of the answer, else the answer begins after all of them.
           tools: functions that the template tells the model of, in OpenAI's form.
-
-        Raises:
-          UserError: where the template fails.
         """
         variables = self._special | {"messages": messages, "add_generation_prompt": not answer_begun}
         thinking = self.thinking if thinking is None else thinking
@@ -206,9 +200,6 @@ def load_tokenizer_file(path: epath.PathLike, mask_piece: str | int, thinking: s
     """A tokenizer of either kind: tokenizer.json is Hugging Face's, anything else a sentencepiece model.
 
     The mask token is given by its name or its id; `thinking` is one of THINKING, see `FastTokenizer`.
-
-    Raises:
-      UserError: where the file cannot be read, has no such token, or no chat template that thinking could be given to.
     """
     path = epath.Path(path)
     if path.suffix == ".json":

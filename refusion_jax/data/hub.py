@@ -6,11 +6,7 @@ PREFIX = "hf://datasets/"
 
 
 def pinned(pattern: str) -> str:
-    """The pattern at the commit that the revision, or main, is now, so that its files stay the same.
-
-    Raises:
-      UserError: where there is no such data set or revision, or the Hub cannot be reached.
-    """
+    """The pattern at the commit that the revision, or main, is now, so that its files stay the same."""
     if not pattern.startswith(PREFIX):
         return pattern
     with needs("hub"):

@@ -35,13 +35,7 @@ class RowOrder:
     """
 
     def __init__(self, sizes: Sequence[int], weights: Sequence[float], seed: int):
-        """Takes no time, whatever the sizes.
-
-        Args:
-          sizes: rows of each source.
-          weights: the share of each in every stretch of the order, relative to the others.
-          seed: of the shuffles.
-        """
+        """Takes no time, whatever the sizes (rows of each source); weights are relative to each other."""
         self._sizes = list(sizes)
         self._starts = [0, *itertools.accumulate(sizes)][:-1]
         # Grain's permutation of an epoch is computed index by index; the next epoch's is that of the next seed.
@@ -67,11 +61,7 @@ class RowOrder:
 
 
 def block_counts(weights: Sequence[float]) -> np.ndarray:
-    """[sources] int64: the weights as parts of a block, by largest remainder.
-
-    Raises:
-      UserError: where one is less than a part.
-    """
+    """[sources] int64: the weights as parts of a block, by largest remainder; refuses less than a part."""
     share = np.asarray(weights, np.float64) / np.sum(weights) * _BLOCK
     counts = np.floor(share).astype(np.int64)
     most = np.argsort(counts - share, kind="stable")[: _BLOCK - int(counts.sum())]
@@ -122,8 +112,7 @@ def host_batches(
       local: [H] the rows of the global batch that this host's devices hold.
       batch_size: B.
       seed: of the shuffle.
-      first_step: where to begin; constant time, wherever it is.
-      last_step: one after the last.
+      first_step, last_step: where to begin, in constant time, and one after the last.
       batch_of: which batch of the order a step trains on; its own unless rows are left out.
     """
     order = row_order(rows, seed)

@@ -95,13 +95,8 @@ def tokenize(
     """The document of each example; Bad where the tokenizer refuses it, or a prompt and its answer fit in no row.
 
     The tokenizer says how a prompt begins (with bos, or a chat template); a response ends with eos. A text without
-    prompt may be longer than a row.
-
-    Args:
-      examples: some.
-      tokenizer: of the rows.
-      row_length: T.
-      slice_size: characters, after which a text is tokenized in slices, in bounded memory; None: always whole.
+    prompt may be longer than a row. One of more than `slice_size` characters, if that is given, is tokenized in slices,
+    in bounded memory.
     """
     most = _LONGEST_TOKEN * row_length
     read = [example if example.prompt is None or example.characters <= most else _TOO_LONG for example in examples]
@@ -201,12 +196,9 @@ def fit(lengths: Sequence[int], row_length: int) -> list[list[int]]:
 def rows_of(documents: Iterable[Document], row_length: int, text_packing: str = "best_fit") -> list[list[Document]]:
     """The documents of each row, cut where they must be.
 
-    Args:
-      documents: all.
-      row_length: T.
-      text_packing: "best_fit" cuts only texts that are longer than a row; "split" joins all texts, and cuts every row
-        full. With T = 4 and texts of 3, 6 and 2 tokens, a b and c, the rows are [b b b b], [a a a], [b b c c] or
-        [a a a b], [b b b b], [b c c].
+    With `text_packing` "best_fit" only texts longer than a row are cut; "split" joins all texts, and cuts every row
+    full. With T = 4 and texts of 3, 6 and 2 tokens, a b and c, the rows are [b b b b], [a a a], [b b c c] or
+    [a a a b], [b b b b], [b c c].
     """
     rows, whole, used = [], [], row_length
     for document in documents:

@@ -25,11 +25,7 @@ class PreparedRows(RowSource):
     """A prepared directory with random access; each file is kept open from when it is first read."""
 
     def __init__(self, path: str):
-        """Reads the manifest.
-
-        Raises:
-          UserError: where the directory is unfinished, or a file of it is missing, or has other bytes or rows.
-        """
+        """Reads the manifest; refuses what is unfinished, or where a file is missing, or has other bytes or rows."""
         self.path = path
         self.manifest = m = read_manifest(path)
         self.row_length, self.documents, self.fill = m.row_length, m.segments, m.fill

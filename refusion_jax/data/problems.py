@@ -37,9 +37,7 @@ class Mixture:
     families: Mapping[str, ProblemFamily]
 
     def problems(self, split: str, count: int, seed: int) -> Iterator[Problem]:
-        """Yields problems of "train", families by their shares, or "test", in equal parts; the same for the same
-        seed.
-        """
+        """Problems of "train", families by their shares, or "test", in equal parts; the same for the same seed."""
         rng = random.Random(f"{split} {seed}")
         names = list(self.families)
         shares = [family.share if split == "train" else 1 for family in self.families.values()]

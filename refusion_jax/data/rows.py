@@ -26,13 +26,7 @@ def token_type(vocabulary: int) -> np.dtype:
 
 
 def encode_row(tokens: np.ndarray, lengths: list[int], prompt_lengths: list[int]) -> bytes:
-    """The record of a row.
-
-    Args:
-      tokens: [at most T], of `token_type`.
-      lengths: [D] tokens of each document.
-      prompt_lengths: [D] of which its prompt.
-    """
+    """The record of a row: tokens [at most T] of `token_type`, [D] tokens of each document, [D] of which its prompt."""
     body = np.array([len(lengths), *lengths, *prompt_lengths], "<u4").tobytes() + tokens.tobytes()
     return zlib.crc32(body).to_bytes(4, "little") + body
 

@@ -28,11 +28,7 @@ def held_out_problems(data: ml_collections.ConfigDict) -> Iterator[Problem]:
 
 
 def read_examples(data: ml_collections.ConfigDict, seed: int) -> Iterator[Example | Bad]:
-    """All examples of `config.data`, in a fixed order; held-out problems are the same for every seed.
-
-    Raises:
-      UserError: where there is no such file, or more in it than memory should hold.
-    """
+    """All examples of `config.data`, in a fixed order; held-out problems are the same for every seed."""
     name, _, split = data.path.partition(":")
     if name in GENERATED and split in ("", HELD_OUT):
         problems = held_out_problems(data) if split else GENERATED[name](data).problems("train", data.examples, seed)

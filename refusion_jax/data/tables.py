@@ -6,25 +6,12 @@ import pyarrow
 import pyarrow.parquet
 from etils import epath
 
-from refusion_jax.data.examples import (
-    ALPACA_FIELDS,
-    CONVERSATION_FIELDS,
-    LOST_FIELDS,
-    QUERY_FIELDS,
-    RESPONSE_FIELDS,
-    SYSTEM_FIELD,
-    TEXT_FIELDS,
-    Bad,
-    Example,
-    Fields,
-    to_examples,
-)
+from refusion_jax.data.examples import KNOWN_FIELDS, Bad, Example, Fields, to_examples
 
 _ROWS = 256  # read at a time, at most
 _BATCH = 1 << 28  # bytes of a column's longest value times the rows read at a time
 _EXPANDS, _SMALL = 1000, 64 << 20  # a row group larger than _SMALL that expands more than _EXPANDS times is refused
 _VALUE = 256  # bytes that a value of a list takes in Python
-_KNOWN = {*CONVERSATION_FIELDS, *QUERY_FIELDS, *RESPONSE_FIELDS, *TEXT_FIELDS, *ALPACA_FIELDS, *LOST_FIELDS}
 
 
 def row_group_sizes(path: str) -> list[int]:
@@ -77,4 +64,4 @@ def _may_be_read(table: pyarrow.parquet.ParquetFile, name: str, fields: Fields) 
     """Whether to read a column: it holds text, or is looked at, whatever it holds. Others cost time and memory."""
     kind = table.schema_arrow.field(name).type
     is_text = pyarrow.types.is_string(kind) or pyarrow.types.is_large_string(kind)
-    return is_text or name in {*_KNOWN, SYSTEM_FIELD, fields.query, fields.response, fields.text}
+    return is_text or name in {*KNOWN_FIELDS, fields.query, fields.response, fields.text}

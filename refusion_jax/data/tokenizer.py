@@ -24,16 +24,7 @@ class SentencePieceTokenizer(Tokenizer):
     """
 
     def __init__(self, model: bytes, origin: str, mask_piece: str | int = MASK_PIECE):
-        """Wraps a serialized model.
-
-        Args:
-          model: the content of its file.
-          origin: the file, for messages.
-          mask_piece: the mask token, by its name or its id.
-
-        Raises:
-          UserError: where it is no sentencepiece model, or lacks one of the special tokens.
-        """
+        """Wraps the content of a model's file, `origin` in messages; the mask token is named by its piece or its id."""
         self.model, self.left_out = model, {}
         self.threads = -1  # that encode; -1: one a core
         if not model:  # which the library takes, and complains of at every call
@@ -69,13 +60,8 @@ class SentencePieceTokenizer(Tokenizer):
     def train(cls, texts: Iterable[str], vocab_size: int, mask_piece: str = MASK_PIECE) -> "SentencePieceTokenizer":
         """Trains byte-pair pieces with byte fallback on texts; same texts, same tokenizer.
 
-        Args:
-          texts: the corpus.
-          vocab_size: most pieces, of which 261 are bytes and special tokens; a small corpus yields fewer.
-          mask_piece: the name of its mask token.
-
-        Raises:
-          UserError: where vocab_size is too small for the corpus.
+        At most `vocab_size` pieces, of which 261 are bytes and special tokens; a small corpus yields fewer. UserError
+        where that is too few for the corpus.
         """
         lines = [piece for text in texts for line in text.splitlines(keepends=True) for piece in _cut(line)]
         stride = -(-len(lines) // _MOST_LINES)

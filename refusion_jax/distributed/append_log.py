@@ -27,10 +27,9 @@ class AppendLog:
     """The file is locked while it is open. A line that a kill has cut off is dropped when the next is added."""
 
     def __init__(self, path: Path, keeps_trying: bool = False, create: bool = True):
-        """Opens and locks it; with `keeps_trying`, lines that a full disk refuses are kept, and written with the next.
+        """Opens and locks it, or refuses what cannot be opened, or another process has open.
 
-        Raises:
-          UserError: where it cannot be opened, or another process has it open.
+        With `keeps_trying`, lines that a full disk refuses are kept, and written with the next.
         """
         self._path, self._keeps_trying = path, keeps_trying
         self._left, self._warned = b"", False
@@ -57,8 +56,7 @@ class AppendLog:
     def append(self, record: dict[str, Any]) -> None:
         """Adds a record as a whole line, which a kill of this process does not take away.
 
-        Raises:
-          OSError: where it cannot be written, unless the log keeps trying; the next call goes on.
+        OSError where it cannot be written, unless the log keeps trying; the next call goes on.
         """
         if not self._left:
             self._drop_cut_off_line()

@@ -75,11 +75,7 @@ CHIPS = {
 
 
 def find_chip(topology: str) -> Chip:
-    """The chip of a topology such as "v5p:2x4x4".
-
-    Raises:
-      UserError: where the generation is unknown, naming those that are known.
-    """
+    """The chip of a topology such as "v5p:2x4x4"; UserError where the generation is unknown."""
     generation = topology.split(":")[0]
     if generation not in CHIPS or ":" not in topology:
         examples = ", ".join(chip.example for chip in CHIPS.values())
@@ -123,12 +119,8 @@ def free_tokens(weight_bytes: int, device_kind: str, itemsize: int = 2) -> int:
     """How many tokens one forward pass can compute in the time in which its weights are read.
 
     That is where arithmetic and memory take the same time: peak FLOP/s over bytes/s (2 FLOPs per weight); on a
-    CPU a rule from measurements. 0 where nothing is known, and where nothing is free.
-
-    Args:
-      weight_bytes: read by a forward pass.
-      device_kind: `jax.Device.device_kind`.
-      itemsize: bytes of a weight; more than 2 count as 2, since wider products take longer too.
+    CPU a rule from measurements. 0 where nothing is known, and where nothing is free. Of `itemsize`, the bytes of a
+    weight, more than 2 count as 2, since wider products take longer too.
     """
     if known := _peaks(device_kind):
         flops, bandwidth = known

@@ -22,10 +22,7 @@ def keep_compiled(directory: epath.Path, whose: str) -> None:
     """Has programs read from a cache that is kept in a directory, or written to it; the user's own cache goes first.
 
     JAX's key covers the program, the compiler, its flags and the kind of machine (on a CPU its instruction set).
-
-    Args:
-      directory: of the cache that is shared.
-      whose: "own": in the user's cache directory instead; "shared": there, whoever can write to it; "off".
+    With `whose` "own" it is in the user's cache directory instead; "shared": there, whoever can write to it; "off".
     """
     if whose == "own":
         keep_for_user(None)
@@ -41,11 +38,7 @@ def keep_compiled(directory: epath.Path, whose: str) -> None:
 def keep_for_user(asked: str | None) -> None:
     """Has programs kept for the next call of a command, in a directory where nobody but this user can put code.
 
-    Args:
-      asked: a directory, or "off"; None: one in the user's cache directory, if it can be used.
-
-    Raises:
-      UserError: where others can write to the directory that was asked for.
+    `asked` is that directory, or "off"; None: one in the user's cache directory, if it can be used.
     """
     if asked == "off" or jax.config.jax_compilation_cache_dir:  # JAX's own setting goes first
         return

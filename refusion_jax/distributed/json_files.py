@@ -27,8 +27,7 @@ def read_json(
 ) -> _T:
     """The value that a file holds; with extra="ignore" it may have fields that its kind does not declare.
 
-    Raises:
-      UserError: naming the file, and the line or field at fault.
+    UserError names the file, and the line or field at fault.
     """
     return parse_json(read_file(path), kind, f"{path} cannot be read", extra)
 
@@ -37,9 +36,6 @@ def read_json_lines(path: epath.PathLike, kind: type[_T] = dict[str, Any]) -> It
     """(number from 1, value) of each line of a file that is not blank.
 
     Lines end at a newline only: U+2028, U+2029 and U+0085 may stand inside a string.
-
-    Raises:
-      UserError: naming the file and line, and the field at fault.
     """
     try:
         with epath.Path(path).open("rb") as raw, io.BufferedReader(raw) as file:  # fsspec's readline has no bound
@@ -55,8 +51,7 @@ def read_json_lines(path: epath.PathLike, kind: type[_T] = dict[str, Any]) -> It
 def parse_json(content: bytes, kind: type[_T], where: str, extra: Literal["forbid", "ignore"] = "forbid") -> _T:
     """The value in some bytes of UTF-8, with or without a byte order mark.
 
-    Raises:
-      UserError: where it is not JSON, or not of this kind: `where`, the field, and what it must be.
+    UserError where it is not JSON, or not of this kind: `where`, the field, and what it must be.
     """
     try:
         return _adapter(kind).validate_json(content.removeprefix(codecs.BOM_UTF8), strict=True, extra=extra)

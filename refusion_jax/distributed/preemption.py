@@ -62,12 +62,9 @@ class Preemption:
         return self._requested
 
     def check(self) -> None:
-        """Ends work between two steps, which may be left undone, where this process is to leave.
+        """Ends work between two steps, which may be left undone, by PreemptionRequested where this process is to leave.
 
         Several processes go on: they can only agree at a step.
-
-        Raises:
-          PreemptionRequested.
         """
         if self._requested and not jax.distributed.is_initialized():
             raise PreemptionRequested

@@ -38,11 +38,8 @@ _PR_SET_PDEATHSIG = 1  # of prctl(2)
 def together(peer_seconds: float = 300.0, lost_seconds: int = 60) -> Iterator[None]:
     """Runs a block with the other processes of this run, if there are any; one that fails alone leaves at once.
 
-    After a Failure, as of a disk, launchers start all of them again.
-
-    Args:
-      peer_seconds: to wait for the others at the beginning.
-      lost_seconds: of silence, after which another process counts as lost: this one ends with EXIT_CODE then.
+    After a Failure, as of a disk, launchers start all of them again. At the beginning it waits for the others for
+    `peer_seconds`; after a silence of `lost_seconds` another one counts as lost, and this one ends with EXIT_CODE.
     """
     if os.environ.get("JAX_PLATFORMS") == "cpu":
         os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")  # on one host of a pod, on its CPU: the pod is not meant
@@ -75,8 +72,7 @@ def _explain(error: Exception | KeyboardInterrupt) -> int:
 def initialize(peer_seconds: float = 300.0, lost_seconds: int = 60) -> None:
     """Joins the other processes of this run, if there are any. To be called before anything asks for devices.
 
-    Raises:
-      UserError: where the environment names some of them, but not enough to find them, or a port that is in use.
+    Refuses an environment that names some of them, but not enough to find them, or a port that is in use.
     """
     given = _explicit()
     if given and given[2] == 0:

@@ -43,13 +43,12 @@ RULES: dict[str | None, str | tuple[str, ...] | None] = {
 def make_mesh(shape: Mapping[str, int], devices: list[jax.Device] | None = None) -> Mesh:
     """Arranges the devices in a mesh: neighbours on the network inside a slice, copies across slices.
 
+    Refuses sizes that do not multiply to the number of devices, naming the nearest that do, and slices that do not each
+    hold whole copies.
+
     Args:
       shape: sizes of MESH_AXES, 1 where not given; at most one is -1 and takes what the others leave.
       devices: all of jax.devices() by default.
-
-    Raises:
-      UserError: where the sizes do not multiply to the number of devices, naming the nearest that do, or where slices
-        do not each hold whole copies.
     """
     devices = jax.devices() if devices is None else devices
     shape = dict.fromkeys(MESH_AXES, 1) | dict(shape)

@@ -32,11 +32,7 @@ def absolute(path: epath.Path) -> epath.Path:
 
 
 def read_file(path: epath.PathLike) -> bytes:
-    """A whole file.
-
-    Raises:
-      UserError: naming it, where it cannot be read.
-    """
+    """A whole file; UserError names it where it cannot be read."""
     try:
         return epath.Path(path).read_bytes()
     except OSError as error:
@@ -44,11 +40,7 @@ def read_file(path: epath.PathLike) -> bytes:
 
 
 def kept_checksum(path: epath.Path) -> tuple[int, str] | None:
-    """(bytes, CRC-32C in base64) of an object as its store keeps them; nothing is read. None where it keeps none.
-
-    Raises:
-      FileNotFoundError: where there is no such object.
-    """
+    """(bytes, CRC-32C in base64) of an object as its store keeps them; nothing is read. None where it keeps none."""
     if not is_remote(path):
         return None
     import fsspec  # 0.1 s, which most have no use for
@@ -61,10 +53,8 @@ def kept_checksum(path: epath.Path) -> tuple[int, str] | None:
 def write_file(path: epath.PathLike, content: bytes | str) -> None:
     """Writes a whole file or nothing, even if the machine dies in between, and makes the directories above it.
 
-    A file that is there keeps its mode, a link its target is written, a device or pipe is written through.
-
-    Raises:
-      OSError: where it cannot be written; what was there is there still, and nothing else.
+    A file that is there keeps its mode, a link its target is written, a device or pipe is written through. After an
+    OSError what was there is there still, and nothing else.
     """
     content = content.encode() if isinstance(content, str) else content
     path = epath.Path(path)

@@ -135,11 +135,7 @@ def process_age() -> float:
 
 
 def read_log(path: epath.Path) -> str:
-    """The text of a log; empty if it does not exist.
-
-    Raises:
-      UserError: where it cannot be read, which must not be taken for an empty one: that would be written over it.
-    """
+    """The text of a log; empty if it does not exist, but not where it cannot be read: that would be written over it."""
     return read_file(path).decode(errors="replace") if path.exists() else ""
 
 

@@ -143,11 +143,7 @@ def _label_table(tokenizer, batch: Batch, given: np.ndarray, kinds: np.ndarray) 
 
 
 def verify(path: str) -> int:
-    """Verifies the checksums of all files and rows, and returns the number of rows.
-
-    Raises:
-      UserError: naming the first file or row that differs.
-    """
+    """Refuses prepared data of which a file or row has another checksum; the number of rows."""
     rows = PreparedRows(path)
     for shard in rows.manifest.shards:
         if file_checksum(epath.Path(path) / shard.file) != shard.checksum:

@@ -43,11 +43,7 @@ class MetricsWriter:
     ):
         """Opens the files, and drops records after the checkpoint from which the run resumes.
 
-        Args:
-          config, workdir, logs: of the run.
-          first_step, tokens: taken and trained on so far.
-          flops_per_step: model FLOPs, for the MFU.
-          devices: that share the work.
+        `first_step` steps were taken and `tokens` trained on so far; the MFU is that of model FLOPs on all `devices`.
         """
         kept = read_metrics(workdir, up_to=first_step)
         peak = peak_flops(devices.flat[0].device_kind)

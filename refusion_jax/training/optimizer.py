@@ -32,10 +32,7 @@ def make_optimizer(
     muon       one moment; updates of matrices in layers are orthogonalized, and scaled so that learning rates of AdamW
                can be used (arXiv 2502.16982); embedding, output head and norms use AdamW
 
-    Args:
-      config: the run's.
-      schedule: of the learning rate.
-      axes: logical axis names of every weight, as a tree.
+    `axes` are the logical axis names of every weight, as a tree.
     """
     is_matrix = _map_axes(lambda names: not {"norm", "bias"} & set(names), axes)
     decay, dtype = config.weight_decay, config.moment_dtype

@@ -61,11 +61,7 @@ def split(weights: dict[str, Any], lora: Lora | None) -> tuple[dict[str, Any], d
 
 
 def train_program(config: ml_collections.ConfigDict, shape: ModelConfig, mesh: Mesh) -> Program:
-    """The program of a config for a model on a mesh, whose devices may be abstract.
-
-    Raises:
-      SettingError: where products of experts should be in int8, or no model is named for the trained one to read.
-    """
+    """The program of a config for a model on a mesh, whose devices may be abstract."""
     if config.quantization == "int8" and shape.num_experts:
         raise SettingError("config", "quantization", config.quantization, "a model with experts needs none")
     platform = mesh.devices.flat[0].platform

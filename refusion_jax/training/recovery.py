@@ -44,8 +44,7 @@ class SkippedBatches:
     def add(self, first: int, failure: RollBack, most: int) -> None:
         """Leaves out the rows between the checkpoint of step `first` and the step at which training failed.
 
-        Raises:
-          UserError: where `most` roll-backs to this checkpoint did not help, with the diagnosis.
+        UserError, with the diagnosis, where `most` roll-backs to this checkpoint did not help.
         """
         if sum(start == first for start, _ in self.windows) >= most:
             raise UserError(
@@ -67,21 +66,13 @@ class Health:
         self.is_in_doubt = False  # whether the newest step that was checked does not count
 
     def after_step(self, now: Now) -> None:
-        """A hook of every step.
-
-        Raises:
-          RollBack: where too many steps in a row do not count.
-        """
+        """A hook of every step; RollBack where too many steps in a row do not count."""
         self._pending.append((now.step, now.metrics))
         if len(self._pending) > _LATE:
             self._check()
 
     def before_save(self, now: Now) -> None:
-        """Checks all steps so far, and that all weights and optimizer state are finite.
-
-        Raises:
-          RollBack: where they are not.
-        """
+        """Checks all steps so far, and that all weights and optimizer state are finite; RollBack where they are not."""
         while self._pending:
             self._check()
         sizes = jax.device_get(_sizes(now.state.params, now.state.opt_state))

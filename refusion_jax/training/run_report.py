@@ -91,11 +91,7 @@ class Chart:
 
 
 def read_run(number: int, workdir: str) -> ShownRun:
-    """Reads what is there of a run, which may still be going on.
-
-    Raises:
-      UserError: where the directory holds no run, or nothing that can be shown.
-    """
+    """Reads what is there of a run, which may still be going on; refuses a directory of which nothing can be shown."""
     path = epath.Path(workdir)
     if not (path / "config.json").exists():
         raise UserError(f"--workdir={workdir}: holds no run (there is no config.json)")

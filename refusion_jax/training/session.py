@@ -65,10 +65,7 @@ class Session:
     def __init__(self, run: Run, start_over: bool):
         """Reads the newest whole checkpoint, or begins at step 0 where none can be read and `start_over` is true.
 
-        From here on the directory is written to.
-
-        Raises:
-          UserError: where the run cannot go on.
+        From here on the directory is written to. UserError where the run cannot go on.
         """
         self._run, config = run, run.config
         self._began = time.monotonic()
@@ -79,11 +76,7 @@ class Session:
         self._data = {"rows": len(run.rows), "fingerprint": run.rows.fingerprint()}
         restored = self.checkpoints.restore(run.program.target, start_over)
         self._restore_seconds = time.monotonic() - self._began
-        if (
-            restored
-            and not run.may_change_data
-            and any(restored[1].get(key) != value for key, value in self._data.items())
-        ):
+        if restored and not run.may_change_data and not self._data.items() <= restored[1].items():
             raise UserError(
                 f"--config.data.path={config.data.path} no longer holds the rows this run was trained on; "
                 f"bring the data back, or start a new --workdir"

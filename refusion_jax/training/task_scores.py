@@ -30,11 +30,7 @@ class TaskScores:
     """The tasks of a run and their decode settings."""
 
     def __init__(self, config: ml_collections.ConfigDict, tokenizer: Tokenizer, program: Program):
-        """Loads the tasks and checks all their requests.
-
-        Raises:
-          UserError: where a task is unknown or cannot be served, or hosts have different tasks.
-        """
+        """Loads the tasks; refuses those that are unknown or cannot be served, or that hosts do not share."""
         e = config.eval
         for name in ("include_path", "task_data"):
             if e[name] and not Path(e[name]).is_dir():
@@ -59,11 +55,7 @@ class TaskScores:
         check_same("what --config.eval.tasks asks", asked)
 
     def __call__(self, params: dict, alive: Callable[[], None]) -> tuple[dict[str, float], list[dict[str, Any]]]:
-        """Decodes and scores with weights; `alive` is called after every answer, and ends it by what it raises.
-
-        Returns:
-          (scores of lm_eval and of decoding as eval_TASK_METRIC; a few answers of each task, see `samples_of`).
-        """
+        """(`scores_of`, `samples_of`) of answers; `alive` is called after each, and ends it by what it raises."""
         with naming(f"--config.eval.tasks={','.join(self._plan.tasks)}"):
             results = benchmark.run_tasks(self._model(params, alive), self._plan, self._tasks)
         return scores_of(results), samples_of(results)

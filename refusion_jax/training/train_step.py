@@ -93,12 +93,8 @@ def init_state(params: dict, optimizer: optax.GradientTransformation, frozen: di
 def state_shardings(mesh: Mesh, axes: dict, abstract: TrainState) -> TrainState:
     """The sharding of each array of the state: weights by their logical axes, optimizer moments like their weights.
 
-    A moment without one axis of its weight (means over rows or columns) is split by the remaining axes.
-
-    Args:
-      mesh: the devices.
-      axes: logical axis names of every weight, as a tree.
-      abstract: shapes of the state.
+    A moment without one axis of its weight (means over rows or columns) is split by the remaining axes. `axes` are the
+    logical axis names of every weight, as a tree; `abstract` has the shapes of the state.
     """
     axes_by_name = jax.tree.leaves_with_path(axes, is_leaf=lambda x: isinstance(x, tuple))
     own = {_names(path): sharding.sharding(mesh, *names) for path, names in axes_by_name}
@@ -143,10 +139,8 @@ def make_train_step(
 
     Args:
       graphdef: of the transformer; the state carries its weights.
-      objective: what to train on.
-      optimizer: of the run.
+      objective, optimizer, seed: of the run.
       schedule: learning rate by step, for the metrics.
-      seed: of the noise.
       accumulation: A; the step runs A forwards and backwards over B/A rows each.
       spike: a loss above this multiple of its running mean is a spike; 0: never.
       debug_nans: adds `finite` to the metrics, whether each weight, gradient and update is finite.
