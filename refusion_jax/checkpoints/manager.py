@@ -5,14 +5,12 @@ the checksums of all their files, written before the directory gets its name. Sa
 reported in one line, and the run goes on to the next one.
 
 Restoring takes the newest step that is whole. Damaged, torn and foreign ones are skipped with a warning.
-
-What is saved is any state that can say what its items are (`Saveable`).
 """
 
 import contextlib
 import time
 from collections.abc import Iterator
-from typing import Any, Protocol, Self, TypeVar
+from typing import Any, TypeVar
 
 import jax
 import orbax.checkpoint as ocp
@@ -39,22 +37,7 @@ _LAST_ATTEMPTS = 4
 PAUSE_SECONDS = 1.0  # before the last save of a run is tried again; it doubles with every attempt
 
 
-class Saveable(Protocol):
-    """A train state, by the items of its checkpoints."""
-
-    params: Any  # arrays: the weights
-
-    def rest(self) -> dict[str, Any]:
-        """The other arrays; among them `step`, an int32 scalar."""
-
-    def counters(self) -> dict[str, float]:
-        """Scalars that are saved as JSON."""
-
-    def restored(self, params: Any, rest: dict[str, Any], counters: dict[str, float]) -> Self:
-        """The state of these items; called on the shapes, dtypes and shardings of all arrays."""
-
-
-State = TypeVar("State", bound=Saveable)
+State = TypeVar("State")  # a `training.train_step.TrainState`, which says what its items are
 
 
 class Checkpoints:
@@ -83,7 +66,7 @@ class Checkpoints:
             with contextlib.suppress(Exception):
                 self._checkpointer.wait_until_finished()
 
-    def save(self, step: int, state: Saveable, data: dict[str, Any], last: bool = False) -> None:
+    def save(self, step: int, state: State, data: dict[str, Any], last: bool = False) -> None:
         """Begins to save; returns as soon as the arrays are copied off the devices.
 
         The last one of a run is waited for, and tried again where it fails. `data` is the position there, as JSON.
@@ -100,7 +83,7 @@ class Checkpoints:
             f"the last checkpoint, {step}, could not be written in {_LAST_ATTEMPTS} attempts: {self._what_to_do}"
         )
 
-    def _begin(self, step: int, state: Saveable, data: dict[str, Any]) -> None:
+    def _begin(self, step: int, state: State, data: dict[str, Any]) -> None:
         obstacle = _find_obstacle(self._directory)
         if not all_agree(obstacle is None):  # nobody begins where one cannot: the others would wait for it
             self._has_failed(step, obstacle or OSError("another process cannot write"))
