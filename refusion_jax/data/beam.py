@@ -88,7 +88,7 @@ class _Work(beam.DoFn):
 
 def _parts(index: int, progress: str, count: int) -> Iterator[tuple[int, tuple[int, bytes]]]:
     """(partition, (chunk, its keys there)) for all partitions."""
-    keys = duplicates.load_keys(epath.Path(progress), index)
+    keys = duplicates.load(epath.Path(progress), "digests", index)
     for partition in range(count):
         yield partition, (index, duplicates.in_partition(keys, partition, count).tobytes())
 

@@ -25,19 +25,17 @@ def save_keys(progress: epath.Path, index: int, keys: np.ndarray) -> None:
     _save(progress / f"digests-{index:05}.npy", keys[np.lexsort((keys[:, 2], keys[:, 1], keys[:, 0]))])
 
 
-def load_keys(progress: epath.Path, index: int) -> np.ndarray:
-    """The keys that `save_keys` kept."""
-    return _load(progress / f"digests-{index:05}.npy")
+def load(progress: epath.Path, name: str, index: int) -> np.ndarray:
+    """The "digests" (keys) or "duplicates" (numbers) of a chunk; from a disk no more is read than is looked at."""
+    path = progress / f"{name}-{index:05}.npy"
+    if is_remote(path):
+        return np.load(io.BytesIO(path.read_bytes()), allow_pickle=False)
+    return np.load(path, mmap_mode="r", allow_pickle=False)
 
 
 def save_repeated(progress: epath.Path, index: int, numbers: np.ndarray) -> None:
     """Keeps the numbers of the documents of a chunk that occur earlier."""
     _save(progress / f"duplicates-{index:05}.npy", np.unique(numbers))
-
-
-def load_repeated(progress: epath.Path, index: int) -> np.ndarray:
-    """The numbers that `save_repeated` kept."""
-    return _load(progress / f"duplicates-{index:05}.npy")
 
 
 def partitions(progress: epath.Path, chunks: int) -> int:
@@ -66,7 +64,7 @@ def mark_repeated(progress: epath.Path, chunks: int) -> None:
     """Finds and keeps the repeated documents of all chunks, one partition at a time."""
     count, found = partitions(progress, chunks), [[] for _ in range(chunks)]
     for partition in range(count):
-        parts = [np.array(in_partition(load_keys(progress, i), partition, count)) for i in range(chunks)]
+        parts = [np.array(in_partition(load(progress, "digests", i), partition, count)) for i in range(chunks)]
         for numbers, own in zip(found, repeated(parts), strict=True):
             numbers.append(own)
     for index, numbers in enumerate(found):
@@ -77,10 +75,3 @@ def _save(path: epath.Path, array: np.ndarray) -> None:
     buffer = io.BytesIO()
     np.save(buffer, array, allow_pickle=False)
     write_file(path, buffer.getvalue())
-
-
-def _load(path: epath.Path) -> np.ndarray:
-    """The array of a file; from a disk no more is read than is looked at."""
-    if is_remote(path):
-        return np.load(io.BytesIO(path.read_bytes()), allow_pickle=False)
-    return np.load(path, mmap_mode="r", allow_pickle=False)

@@ -110,7 +110,7 @@ class Worker:
         name = f"rows-{index:05}.array_record"
         places = {"train": self._output / name, "held_out": self._output / "held_out" / name}
         looked = settings.dedup or settings.near_dedup
-        repeated = set(duplicates.load_repeated(progress, index).tolist()) if looked else set()
+        repeated = set(duplicates.load(progress, "duplicates", index).tolist()) if looked else set()
         report, before = Report(), dict(self._tokenizer.left_out)
         with replacing(progress / f"dropped-{index:05}.jsonl") as dropped, open(dropped, "w") as file:
 
