@@ -38,7 +38,7 @@ FILE = "events.jsonl"
 PARTS = ("step", "init", "compile", "data", "checkpoint", "lost", "other", "down")
 _PART_OF = {"init": "init", "restore": "checkpoint", "compile": "compile", "save": "checkpoint", "end": "checkpoint"}
 _NEEDED = {"steps": ("first", "last", "seconds", "data_seconds"), "start": ("step",)}
-_MOST = 1e15  # above the steps and seconds of any run; more digits may not fit into a float
+_MOST = 1e30  # above all that is logged; more digits may not fit into a float
 _WRITE_SECONDS = 10.0  # at most this much is missing after a kill
 _IN_FLIGHT = 2  # steps dispatched but not finished: enough to keep devices busy, few enough to notice a preemption soon
 
@@ -145,14 +145,15 @@ def read_events(text: str) -> list[dict[str, Any]]:
     for event in parse_log(text.encode()):
         if isinstance(event.get("event"), str):
             needed = ("time", *_NEEDED.get(event["event"], ()), *(["seconds"] if event["event"] in _PART_OF else []))
-            if not all(_is_number(event.get(name)) for name in needed):
+            if not all(is_number(event.get(name)) for name in needed):
                 continue
             if event["event"] != "steps" or event["first"] <= event["last"]:
                 events.append(event)
     return events
 
 
-def _is_number(value: Any) -> bool:
+def is_number(value: Any) -> bool:
+    """Whether a value that was read is a number that can be computed with."""
     return isinstance(value, int | float) and not isinstance(value, bool) and -_MOST < value < _MOST
 
 

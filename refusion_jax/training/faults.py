@@ -124,11 +124,6 @@ class RunUnderTest:
         """Steps of its checkpoints whose checksums match."""
         return [step for step in saved_steps(self.workdir) if not checksums.find_damage(self.checkpoints / str(step))]
 
-    def newest(self) -> Path | None:
-        """Its newest checkpoint."""
-        steps = saved_steps(self.workdir)
-        return self.checkpoints / str(steps[-1]) if steps else None
-
 
 def kill(run: RunUnderTest, chance: random.Random) -> str:
     """SIGKILL at a random moment."""
@@ -188,9 +183,9 @@ def _damage(strike: Callable[[Path, random.Random], str], run: RunUnderTest, cha
     """Stops the run, damages a file of its newest checkpoint, and sees whether the next start notices."""
     run.until(lambda: len(saved_steps(run.workdir)) > 1)
     run.kill()
-    newest = run.newest()
-    if newest is None:
+    if not (steps := saved_steps(run.workdir)):
         return "nothing was saved yet"
+    newest = run.checkpoints / str(steps[-1])
     files = [newest / name for name in checksums.listed(newest)] + list(newest.glob(f"{checksums.PREFIX}*"))
     there = (path for path in files if path.is_file() and path.stat().st_size)  # a fault before may have deleted one
     path = chance.choice(sorted(there))

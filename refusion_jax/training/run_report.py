@@ -68,7 +68,7 @@ class ShownRun(NamedTuple):
     def values(self, name: str) -> list[tuple[float, float]]:
         """(tokens trained on, value) of a metric."""
         found = [(record.get("tokens"), record.get(name)) for record in self.records]
-        return [(x, y) for x, y in found if _is_number(x) and _is_number(y)]
+        return [(x, y) for x, y in found if events.is_number(x) and events.is_number(y)]
 
 
 class ChartLine(NamedTuple):
@@ -129,10 +129,6 @@ def _groups(runs: Sequence[ShownRun], names: dict[str, re.Match]) -> Iterator[Ch
 def _chart(title: str, lines: list[tuple], has_legend: bool = False) -> Chart:
     title = title.encode(errors="replace").decode()  # JSON may hold half a character
     return Chart(title, [ChartLine(*line) for line in lines if line[-1]], has_legend)
-
-
-def _is_number(x: object) -> bool:
-    return isinstance(x, int | float) and not isinstance(x, bool) and -1e30 < x < 1e30
 
 
 def draw(chart: Chart) -> None:
