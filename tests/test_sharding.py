@@ -23,17 +23,3 @@ def test_no_large_weight_or_moment_is_whole_on_a_chip(size, optimizer):
         is_mean = optimizer == "adafactor" and "v_" in jax.tree_util.keystr(path)
         if x.size > 1_000_000 and not is_mean:
             assert math.prod(x.sharding.shard_shape(x.shape)) == x.size // 8, jax.tree_util.keystr(path)
-
-
-@pytest.mark.parametrize(
-    ("asked", "devices", "nearest"),
-    [
-        ({"fsdp": 3}, 8, {"fsdp": 8}),
-        ({"data": 3, "fsdp": -1}, 8, {"data": 4, "fsdp": -1}),
-        ({"tensor": 4, "fsdp": 16}, 32, {"tensor": 2, "fsdp": 16}),
-        ({"tensor": 16, "fsdp": -1}, 8, {"tensor": 8, "fsdp": -1}),
-        ({}, 8, {"fsdp": 8}),
-    ],
-)
-def test_the_nearest_mesh_multiplies_to_the_devices(asked, devices, nearest):
-    assert sharding.nearest_mesh(ONES | asked, devices) == nearest

@@ -5,7 +5,6 @@ them. Everything is `jax.sharding.NamedSharding` under automatic partitioning, s
 or on a pod.
 """
 
-import itertools
 import math
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -43,8 +42,7 @@ RULES: dict[str | None, str | tuple[str, ...] | None] = {
 def make_mesh(shape: Mapping[str, int], devices: list[jax.Device] | None = None) -> Mesh:
     """Arranges the devices in a mesh: neighbours on the network inside a slice, copies across slices.
 
-    Refuses sizes that do not multiply to the number of devices, naming the nearest that do, and slices that do not each
-    hold whole copies.
+    Refuses sizes that do not multiply to the number of devices, and slices that do not each hold whole copies.
 
     Args:
       shape: sizes of MESH_AXES, 1 where not given; at most one is -1 and takes what the others leave.
@@ -57,10 +55,10 @@ def make_mesh(shape: Mapping[str, int], devices: list[jax.Device] | None = None)
     if -1 in sizes.values():
         sizes = {axis: len(devices) // known if size == -1 else size for axis, size in sizes.items()}
     if math.prod(sizes.values()) != len(devices):
-        asked = _as_flags({axis: size for axis, size in shape.items() if size != 1})
+        asked = ", ".join(f"mesh.{axis}={size}" for axis, size in shape.items() if size != 1)
         raise UserError(
-            f"{asked or 'a mesh of one device'} does not multiply to the {len(devices)} devices here; "
-            f"{_as_flags(nearest_mesh(shape, len(devices)))} does"
+            f"{asked or 'a mesh of one device'} does not multiply to the {len(devices)} devices here; one axis may be "
+            f"-1, which takes what the others leave"
         )
     slices = len({getattr(device, "slice_index", 0) for device in devices})
     if sizes["replica"] % slices:
@@ -75,30 +73,6 @@ def make_mesh(shape: Mapping[str, int], devices: list[jax.Device] | None = None)
     else:
         grid = mesh_utils.create_device_mesh(list(sizes.values()), devices, allow_split_physical_axes=True)
     return Mesh(grid, MESH_AXES, axis_types=(AxisType.Auto,) * len(MESH_AXES))
-
-
-def nearest_mesh(shape: Mapping[str, int], devices: int) -> dict[str, int]:
-    """The sizes nearest to those asked for, as ratios, that multiply to a number of devices; -1 stays.
-
-    Axes that were left at 1 stay 1 where the others suffice, and fsdp takes the rest where they do not.
-    """
-    free = "fsdp" if -1 not in shape.values() else None  # what closes the gap
-    asked = {axis: size for axis, size in shape.items() if size not in (1, -1) and axis != free}
-    divisors = [n for n in range(1, devices + 1) if devices % n == 0]
-
-    def distance(sizes: tuple[int, ...]) -> float:
-        rest = devices / math.prod(sizes)
-        steps = [math.log(size / want) for size, want in zip(sizes, asked.values(), strict=True)]
-        return sum(map(abs, steps)) + (abs(math.log(rest / shape[free])) if free else 0)
-
-    fitting = [sizes for sizes in itertools.product(divisors, repeat=len(asked)) if devices % math.prod(sizes) == 0]
-    best = min(fitting, key=distance)
-    filled = {free: devices // math.prod(best)} if free else {axis: -1 for axis, size in shape.items() if size == -1}
-    return dict(zip(asked, best, strict=True)) | filled
-
-
-def _as_flags(sizes: Mapping[str, int]) -> str:
-    return ", ".join(f"mesh.{axis}={size}" for axis, size in sizes.items())
 
 
 def describe(mesh: Mesh) -> str:
