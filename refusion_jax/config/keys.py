@@ -10,7 +10,7 @@ from refusion_jax.model.families import FAMILIES
 from refusion_jax.systems.registry import default_system, systems, trainable
 
 _MOST_STEPS = 2**31 - 1  # steps are counted in int32
-_WIDTHS = ("float32", "bfloat16")
+_WIDTHS = "float32 | bfloat16"
 
 
 def _count(default: int, help: str, most: int = 2**24) -> Setting:
@@ -19,6 +19,12 @@ def _count(default: int, help: str, most: int = 2**24) -> Setting:
 
 def _from_0(default: float, help: str, most: float) -> Setting:
     return Setting(default, help, at_least=0, at_most=most)
+
+
+def _one_of(choices: str, help: str) -> Setting:
+    """One of some words, such as "last | all", of which the first is the default."""
+    words = tuple(choices.split(" | "))
+    return Setting(words[0], f"{choices}: {help}", choices=words)
 
 
 def _axis(default: int, help: str) -> Setting:
@@ -37,38 +43,20 @@ _TRAINING = {
         "where keys of model are not set; empty: random",
     ),
     "learning_rate": Setting(3e-4, "peak", above=0, at_most=100),
-    "schedule": Setting(
-        "cosine", "cosine | wsd (warmup, stable, decay) | constant", choices=("cosine", "wsd", "constant")
-    ),
+    "schedule": _one_of("cosine | wsd | constant", "after the warm-up; wsd is stable, then decays"),
     "warmup_steps": _from_0(0, "linear warm-up from 0", _MOST_STEPS),
     "decay_steps": _from_0(0, "length of the final linear decay of wsd", _MOST_STEPS),
     "final_lr_ratio": _from_0(0.1, "learning rate at the end over its peak (cosine, wsd)", 1),
-    "optimizer": Setting(
-        "adamw",
-        "adamw | adafactor (moments of rows and columns only) | muon (one moment per weight)",
-        choices=("adamw", "adafactor", "muon"),
-    ),
-    "moment_dtype": Setting("float32", "dtype of the first moment, float32 | bfloat16", choices=_WIDTHS),
+    "optimizer": _one_of("adamw | adafactor | muon", "with two moments per weight, of rows and columns only, or one"),
+    "moment_dtype": _one_of(_WIDTHS, "dtype of the first moment"),
     "weight_decay": _from_0(0.1, "on matrices only", 1000),
-    "beta1": Setting(
-        0.9, "decay of AdamW's first moment, also in its part of muon; adafactor has none", at_least=0, below=1
-    ),
-    "beta2": Setting(
-        0.95, "decay of AdamW's second moment, also in its part of muon; not of adafactor's", at_least=0, below=1
-    ),
+    "beta1": Setting(0.9, "decay of the first moment of adamw, and of adamw's part of muon", at_least=0, below=1),
+    "beta2": Setting(0.95, "decay of their second moment", at_least=0, below=1),
     "clip_norm": Setting(1.0, "gradients are scaled down to this global norm", above=0, at_most=1e6),
     "accumulation": _count(1, "micro-batches per step: less memory, same result"),
     "remat": Setting("products", remat.HELP, choices=tuple(remat.REMAT_POLICIES)),
-    "dtype": Setting(
-        "float32",
-        "dtype of computation, float32 | bfloat16; weights, softmax and loss are float32 always",
-        choices=_WIDTHS,
-    ),
-    "quantization": Setting(
-        "none",
-        "none | int8: products with weights of layers, and the gradients of their inputs; faster on TPUs",
-        choices=("none", "int8"),
-    ),
+    "dtype": _one_of(_WIDTHS, "dtype of computation; weights, softmax and loss are float32 always"),
+    "quantization": _one_of("none | int8", "products with weights of layers, and the gradients of their inputs"),
     "log_every": _count(10, "steps between metrics", _MOST_STEPS),
     "tracker": Setting(
         "tensorboard", "what else shows them, with commas between: tensorboard | wandb | trackio; empty: nothing"
@@ -87,10 +75,8 @@ _MESH = {
 
 _TRAINING |= {
     "debug_nans": Setting(False, "name the first weight, gradient or update that is not finite; slower"),
-    "compilation_cache": Setting(
-        "own",
-        "own: in your cache directory | shared: in DIR, for all hosts; it holds code that is run | off",
-        choices=("own", "shared", "off"),
+    "compilation_cache": _one_of(
+        "own | shared | off", "in your cache directory, or in DIR for all hosts, where it holds code that is run"
     ),
 }
 
@@ -153,24 +139,12 @@ _DATA = {
         "model.vocab_size pieces, trained on the data",
     ),
     "mask_piece": Setting("<mask>", "the tokenizer's piece that stands for a masked token"),
-    "thinking": Setting(
-        "unset",
-        "unset | true | false: `enable_thinking` of the chat template, in training and for the trained model",
-        choices=("unset", "true", "false"),
-    ),
-    "turns": Setting(
-        "last",
-        "last | all: the answers of a conversation that are trained, each on the turns before it",
-        choices=("last", "all"),
-    ),
+    "thinking": _one_of("unset | true | false", "`enable_thinking` of the chat template, of the trained model, too"),
+    "turns": _one_of("last | all", "the answers of a conversation that are trained, each on the turns before it"),
     "query_field": Setting("", "JSON field of the prompt; empty: query, question or prompt, what is there"),
     "response_field": Setting("", "JSON field of the answer; empty: response, answer or completion"),
     "text_field": Setting("", "JSON field of a text without prompt; empty: text"),
-    "on_error": Setting(
-        "stop",
-        "stop | skip (and count) examples that are malformed or longer than a row",
-        choices=("stop", "skip"),
-    ),
+    "on_error": _one_of("stop | skip", "at examples that are malformed or longer than a row; skip counts them"),
     "examples": _count(40_000, "how many problems to generate (path=tasks or families)", 10**7),
     "difficulty": _count(1, f"of the problems of path=families, 1 to {families.MOST}", families.MOST),
 }
