@@ -67,8 +67,11 @@ class Trackers:
 
     def __init__(self, config: ml_collections.ConfigDict, workdir: epath.Path, logs: Path, first_step: int):
         """Begins or continues the run of each tracker; `logs` is a local directory for their files."""
-        names = _names(config.tracker)
-        run_id = _make_id(workdir) if set(names) - {"tensorboard"} else ""
+        names, run_id = _names(config.tracker), ""
+        if set(names) - {"tensorboard"}:
+            if not (workdir / FILE).exists():
+                write_file(workdir / FILE, f'{{"id": "{secrets.token_hex(4)}"}}\n')
+            run_id = _read_id(workdir)
         session = TrackedSession(config, f"{absolute(workdir).name}-{run_id}", run_id, logs, first_step)
         self._all = [_OnThread(name, functools.partial(_TRACKERS[name], session)) for name in names]
 
@@ -119,13 +122,6 @@ def _read_id(workdir: epath.Path) -> str:
     return read_json(workdir / FILE, _Identity).id
 
 
-def _make_id(workdir: epath.Path) -> str:
-    """The id in the run's directory, which is made where there is none."""
-    if not (workdir / FILE).exists():
-        write_file(workdir / FILE, f'{{"id": "{secrets.token_hex(4)}"}}\n')
-    return _read_id(workdir)
-
-
 def as_markdown(parts: dict[str, str]) -> str:
     """Texts under their titles, each as a block of code."""
     blocks = {title: "\n".join(f"    {line}" for line in x.splitlines() or [""]) for title, x in parts.items()}
@@ -149,7 +145,8 @@ class _OnThread:
             self._warn("is too slow, or hangs, and misses records")
 
     def end(self) -> None:
-        """Ends the thread after the queued calls."""
+        """Ends the thread after the queued calls and `finish`."""
+        self._calls.put(lambda tracker: tracker.finish())
         self._calls.put(None)
 
     def wait(self, seconds: float) -> None:
@@ -165,14 +162,10 @@ class _OnThread:
             self._warn(f"cannot begin: {type(error).__name__}: {first_line(error)}")
             return
         for call in iter(self._calls.get, None):
-            self._try(tracker, call)
-        self._try(tracker, lambda it: it.finish())
-
-    def _try(self, tracker: Tracker, call: Callable[[Tracker], Any]) -> None:
-        try:
-            call(tracker)
-        except BaseException as error:  # noqa: BLE001
-            self._warn(f"fails, and may miss records: {type(error).__name__}: {first_line(error)}")
+            try:
+                call(tracker)
+            except BaseException as error:  # noqa: BLE001
+                self._warn(f"fails, and may miss records: {type(error).__name__}: {first_line(error)}")
 
     def _warn(self, what: str) -> None:
         """Says it, unless something was said of this tracker before."""
