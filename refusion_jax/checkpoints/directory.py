@@ -47,7 +47,7 @@ def finished_steps(directory: epath.Path) -> list[int]:
 def find_step(path: epath.Path) -> tuple[epath.Path, epath.Path]:
     """The run directory and the directory of a step: the one that is named, or the newest of a run or checkpoints/."""
     path = absolute(path)
-    if is_step(path):
+    if path.parent.name == "checkpoints" and path.name.isascii() and path.name.isdecimal():
         workdir, steps = path.parent.parent, [int(path.name)]
     else:
         workdir = path.parent if path.name == "checkpoints" else path
@@ -55,11 +55,6 @@ def find_step(path: epath.Path) -> tuple[epath.Path, epath.Path]:
     if not steps or not (step := workdir / "checkpoints" / str(steps[-1])).is_dir():
         raise UserError(f"{path} holds no checkpoint; give the --workdir of a training run, or one of its steps")
     return workdir, step
-
-
-def is_step(path: epath.Path) -> bool:
-    """Whether a path names one step of a run."""
-    return path.name.isascii() and path.name.isdecimal() and path.parent.name == "checkpoints"
 
 
 def is_complete(workdir: epath.Path, steps: int) -> bool:

@@ -7,38 +7,23 @@ import jax
 import numpy as np
 import orbax.checkpoint as ocp
 import tensorstore
-from absl import logging
 from etils import epath
 
-from refusion_jax.checkpoints.directory import check_whole, find_step, is_step, saved_steps
+from refusion_jax.checkpoints.directory import check_whole, find_step
 from refusion_jax.checkpoints.writer import Items, make_checkpointer, silence_orbax_tracebacks
 from refusion_jax.cli.errors import UserError, first_line
 from refusion_jax.distributed.storage import absolute
 
 
 def restore_params(path: epath.Path, target: Any) -> Any:
-    """Weights of the newest whole step, or of the one named, with the shapes, dtypes and shardings of a target.
-
-    UserError where there are none, or none can be read.
-    """
-    workdir, newest = find_step(path)
-    if is_step(absolute(path)):
-        steps = [newest]
-    else:
-        steps = [newest.parent / str(step) for step in reversed(saved_steps(workdir, ("params",)))]
+    """Weights of the newest step, or of the step that is named, with the shapes, dtypes and shardings of a target."""
     silence_orbax_tracebacks()
-    for directory in steps:
-        try:
-            if misfit := _find_misfit(directory, target):
-                break
-            with ocp.StandardCheckpointer() as checkpointer:
-                return checkpointer.restore(directory / "params", target)
-        except Exception as error:  # noqa: BLE001  a torn checkpoint can fail in any way
-            why = f"checkpoint {directory.name} cannot be read ({first_line(error)})"
-            if directory == steps[-1]:
-                raise UserError(f"{path}: {why}; no older one is left to try") from error
-            logging.warning("%s; trying the one before", why)
-    raise UserError(f"{directory}: {misfit}: this is not the model that {workdir / 'model.json'} describes")
+    directory = _find_params(path, target)
+    try:
+        with ocp.StandardCheckpointer() as checkpointer:
+            return checkpointer.restore(directory, target)
+    except Exception as error:  # where no checksum has told of the damage
+        raise UserError(f"{directory} cannot be read: {first_line(error)}") from error
 
 
 def open_params(path: epath.Path, target: Any) -> Callable[[tuple[str, ...], slice], np.ndarray]:
@@ -50,16 +35,7 @@ def open_params(path: epath.Path, target: Any) -> Callable[[tuple[str, ...], sli
     Returns:
       (path of a weight in the tree, entries of its first axis) -> these entries, as they are stored.
     """
-    workdir, step = find_step(path)
-    directory = step / "params"
-    try:
-        misfit = _find_misfit(step, target)
-    except Exception as error:
-        raise UserError(f"{path}: checkpoint {step.name} cannot be read ({first_line(error)})") from error
-    if misfit:
-        raise UserError(f"{step}: {misfit}: this is not the model that {workdir / 'model.json'} describes")
-
-    context = ocp.type_handlers.get_ts_context(use_ocdbt=True)
+    directory, context = _find_params(path, target), ocp.type_handlers.get_ts_context(use_ocdbt=True)
 
     def read(name: tuple[str, ...], part: slice) -> np.ndarray:
         info = ocp.type_handlers.ParamInfo(
@@ -86,15 +62,21 @@ def save_params(workdir: epath.Path, params: Any) -> None:
     checkpointer.close()
 
 
-def _find_misfit(step: epath.Path, target: Any) -> str | None:
-    """The first array whose shape in a checkpoint is not the one asked for, in words; or None. It must be whole."""
-    check_whole(step, ("params",))
-    there = ocp.StandardCheckpointHandler().metadata(step / "params")
+def _find_params(path: epath.Path, target: Any) -> epath.Path:
+    """The directory of the weights; refuses those that are damaged, or have other shapes than the target."""
+    workdir, step = find_step(path)
+    try:
+        check_whole(step, ("params",))
+        there = ocp.StandardCheckpointHandler().metadata(step / "params")
+    except Exception as error:  # a torn checkpoint can fail in any way
+        why = f"checkpoint {step.name} cannot be read ({first_line(error)})"
+        raise UserError(f"{path}: {why}; name another step in {step.parent}, if there is one") from error
     found, wanted = (
         {jax.tree_util.keystr(path): tuple(x.shape) for path, x in jax.tree.leaves_with_path(tree)}
         for tree in (there, target)
     )
     for name in sorted(found.keys() | wanted.keys()):
         if found.get(name) != wanted.get(name):
-            return f"{name} has shape {found.get(name, 'none')} instead of {wanted.get(name, 'none')}"
-    return None
+            misfit = f"{name} has shape {found.get(name, 'none')} instead of {wanted.get(name, 'none')}"
+            raise UserError(f"{step}: {misfit}: this is not the model that {workdir / 'model.json'} describes")
+    return step / "params"
