@@ -37,16 +37,12 @@ class UnexpectedError(Exception):
 class RunUnderTest:
     """A run under test: its directory, the flags of its command, and its processes while it runs."""
 
-    def __init__(self, flags: list[str], workdir: Path, hosts: int = 1):
+    def __init__(self, flags: list[str], workdir: Path, hosts: int):
         self.flags, self.workdir, self.hosts = flags, workdir, hosts
+        self.checkpoints = workdir / "checkpoints"
         self.processes: list[subprocess.Popen] = []
         self._log = workdir.with_name(f"{workdir.name}.log")
         self._heard_from = 0
-
-    @property
-    def checkpoints(self) -> Path:
-        """The directory of its checkpoints."""
-        return self.workdir / "checkpoints"
 
     def start(self) -> None:
         """Starts all its processes."""
@@ -103,12 +99,6 @@ class RunUnderTest:
             time.sleep(_POLL_SECONDS)
         return True
 
-    def send(self, number: int) -> None:
-        """Sends a signal to all its processes."""
-        for process in self.processes:
-            with contextlib.suppress(ProcessLookupError):
-                process.send_signal(number)
-
     def wait(self) -> set[int]:
         """Waits for its processes: their exit codes."""
         codes = {process.wait(_PATIENCE_SECONDS) for process in self.processes}
@@ -117,7 +107,8 @@ class RunUnderTest:
 
     def kill(self) -> None:
         """Ends all its processes without notice."""
-        self.send(signal.SIGKILL)
+        for process in self.processes:
+            process.kill()
         self.wait()
 
     def whole(self) -> list[int]:
@@ -135,7 +126,7 @@ def kill(run: RunUnderTest, chance: random.Random) -> str:
 def term(run: RunUnderTest, chance: random.Random) -> str:
     """A signal that asks to save and go: TERM, INT, HUP or QUIT."""
     number = chance.choice([signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT])
-    run.send(number) if run.hosts == 1 else run.processes[chance.randrange(run.hosts)].send_signal(number)
+    run.processes[chance.randrange(run.hosts)].send_signal(number)
     codes = run.wait()
     run.check(codes <= {EXIT_CODE, 0}, f"{number.name}: exit codes {codes}")
     return number.name
