@@ -36,12 +36,12 @@ def data_page(data: PreparedRows, tokenizer: Tokenizer, config: ml_collections.C
         "tokens in a document": f"{manifest.tokens / max(manifest.documents, 1):,.1f}",
         **{f"input {name}": f"{count:,}" for name, count in manifest.input.items()},
     }
-    lengths = [(f"at most {2**k:,}", count) for k, count in sorted(manifest.lengths.items())]
-    languages = [(name or "not looked for", count) for name, count in manifest.languages.items()]
+    lengths = {f"at most {2**k:,}": count for k, count in sorted(manifest.lengths.items())}
+    languages = {name or "not looked for": count for name, count in manifest.languages.items()}
     tables: list[_Table] = [
         ("Contents", "", ("what", "value"), list(contents.items())),
         ("Sources", "Held-out documents are counted, too.", ("--input", "tokens", "share"), _shares(manifest.sources)),
-        ("Lengths", "", ("tokens of a document", "documents", "share"), _shares(dict(lengths), by_count=False)),
+        ("Lengths", "", ("tokens of a document", "documents", "share"), _of(lengths, sum(lengths.values()))),
         (
             "Left out",
             "Of all examples.",
@@ -49,7 +49,7 @@ def data_page(data: PreparedRows, tokenizer: Tokenizer, config: ml_collections.C
             _of(manifest.dropped, manifest.input["examples"]),
         ),
         ("Left out: some of them", "", ("why", "where", "how it begins, or what is wrong"), _dropped(data.path)),
-        ("Languages", "", ("language", "documents", "share"), _shares(dict(languages))),
+        ("Languages", "", ("language", "documents", "share"), _shares(languages)),
     ]
     if config is not None:
         tables.append(_estimate(data, tokenizer, config))
@@ -63,9 +63,8 @@ def _of(counts: dict[str, int], whole: int) -> list[tuple]:
     return [(name, count, count / max(whole, 1)) for name, count in counts.items()]
 
 
-def _shares(counts: dict[str, int], by_count: bool = True) -> list[tuple]:
-    rows = _of(counts, sum(counts.values()))
-    return sorted(rows, key=lambda row: -row[1]) if by_count else rows
+def _shares(counts: dict[str, int]) -> list[tuple]:
+    return sorted(_of(counts, sum(counts.values())), key=lambda row: -row[1])
 
 
 def _dropped(path: str) -> list[tuple]:
