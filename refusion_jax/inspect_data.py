@@ -63,7 +63,7 @@ def main() -> None:
     is_page = bool(_DATA.value and _HTML.value and not (_ROW.present or _VERIFY.value))
     if (_CONFIG.value is None) == (_DATA.value is None) and not is_page:
         raise UserError("one of --config=configs/NAME.py and --data=DIR is needed; --help explains")
-    console = Console(soft_wrap=True)
+    console = Console(soft_wrap=True, highlight=False)
     for flag in (_WORKDIR,) if _DATA.value else (_ROW, _MASK_PIECE, _VERIFY):
         if flag.present:
             raise UserError(f"--{flag.name} goes with --{'config' if _DATA.value else 'data'}; --help explains")
@@ -76,7 +76,7 @@ def main() -> None:
             check(_CONFIG.value)
         data = PreparedRows(_DATA.value)
         write_file(_HTML.value, data_page.data_page(data, _tokenizer(), _CONFIG.value).encode(errors="replace"))
-        console.print(f"{_HTML.value} is about {_DATA.value}", highlight=False)
+        console.print(f"{_HTML.value} is about {_DATA.value}")
         return
     if _CONFIG.value:
         config, place = _CONFIG.value, _PLACE.value
@@ -88,7 +88,7 @@ def main() -> None:
         tokenizer, rows, batch = training_batch(config, epath.Path(_WORKDIR.value or "."), _STEP.value - 1)
         title = f"row {place} of the batch of step {_STEP.value}, objective {config.objective}"
     elif _VERIFY.value:
-        console.print(f"{_DATA.value}: all {verify(_DATA.value):,} rows are as they were written", highlight=False)
+        console.print(f"{_DATA.value}: all {verify(_DATA.value):,} rows are as they were written")
         return
     else:
         data = PreparedRows(_DATA.value)
@@ -100,7 +100,7 @@ def main() -> None:
         title = f"{_DATA.value}: row {_ROW.value} of {len(data):,}"
     if _HTML.value:
         write_file(_HTML.value, row_page(title, tokenizer, rows, batch, place))
-    console.print(title, style="bold", highlight=False)
+    console.print(title, style="bold")
     show_row(console, tokenizer, rows, batch, place, _LABELS.value)
 
 

@@ -68,14 +68,10 @@ def show_row(console: Console, tokenizer: Tokenizer, rows: Rows, batch: Batch, p
     for number, (text, prompt, given, kinds) in enumerate(documents, 1):
         title = f"document {number} of {len(documents)}"
         if not len(given):
-            console.print(f"{title}: left out by this system", style="bold", highlight=False)
+            console.print(f"{title}: left out by this system", style="bold")
             continue
         noted = "".join(f", {name.replace('_', ' ')} {x[given[0]]:.4g}" for name, x in batch.diagnostics.items())
-        console.print(
-            f"{title}: {prompt} prompt and {len(text) - prompt} response tokens{noted}",
-            style="bold",
-            highlight=False,
-        )
+        console.print(f"{title}: {prompt} prompt and {len(text) - prompt} response tokens{noted}", style="bold")
         positions = batch.positions[given]
         of_text = np.where(np.arange(len(text)) < prompt, "prompt", "clean")
         is_in = positions < len(text)  # a system may have put padding after the text
@@ -85,7 +81,7 @@ def show_row(console: Console, tokenizer: Tokenizer, rows: Rows, batch: Batch, p
         if labels:
             console.print(_label_table(tokenizer, batch, given, kinds))
     padding = int(np.sum(rows.segment_ids == 0))
-    console.print(f"padding: {padding} of {len(rows.segment_ids)} positions", highlight=False)
+    console.print(f"padding: {padding} of {len(rows.segment_ids)} positions")
 
 
 def _numbers(rows: Rows, batch: Batch, mask_id: int) -> dict[int, int]:
