@@ -105,11 +105,6 @@ BAD = {
     "output is a directory": (["generate", "--checkpoint={run}", "--prompt=x", "--output={dir}"], "is a directory"),
     "tokenizer of nothing": (["train_tokenizer", "--input={dir}/none.txt", "--output={dir}/t.model"], "does not exist"),
     "goodput of nothing": (["goodput", "--workdir={dir}"], "holds no events.jsonl of a training run"),
-    "no gcsfs": ([*TRAIN, "--workdir=az://bucket/run"], "--workdir=az://bucket/run cannot be reached: "),
-    "store that nobody knows": (
-        ["generate", "--checkpoint={run}", "--prompt=x", "--output=file:///tmp/x"],
-        "--output=file:///tmp/x: names no store that we know",
-    ),
     "data in no store": ([*TRAIN, NEW, "--config.data.path=http://x/y"], "--config.data.path=http://x/y: names no"),
     "output over the model": (
         ["generate", "--checkpoint={run}", "--prompt=x", "--output={run}/model.json"],
