@@ -10,7 +10,7 @@ Restoring takes the newest step that is whole. Damaged, torn and foreign ones ar
 import contextlib
 import time
 from collections.abc import Iterator
-from typing import Any, TypeVar
+from typing import Any
 
 import jax
 import orbax.checkpoint as ocp
@@ -37,7 +37,7 @@ _LAST_ATTEMPTS = 4
 PAUSE_SECONDS = 1.0  # before the last save of a run is tried again; it doubles with every attempt
 
 
-State = TypeVar("State")  # a `training.train_step.TrainState`, which says what its items are
+TrainState = Any  # of training.train_step, which says what its items are
 
 
 class Checkpoints:
@@ -66,7 +66,7 @@ class Checkpoints:
             with contextlib.suppress(Exception):
                 self._checkpointer.wait_until_finished()
 
-    def save(self, step: int, state: State, data: dict[str, Any], last: bool = False) -> None:
+    def save(self, step: int, state: TrainState, data: dict[str, Any], last: bool = False) -> None:
         """Begins to save; returns as soon as the arrays are copied off the devices.
 
         The last one of a run is waited for, and tried again where it fails. `data` is the position there, as JSON.
@@ -83,7 +83,7 @@ class Checkpoints:
             f"the last checkpoint, {step}, could not be written in {_LAST_ATTEMPTS} attempts: {self._what_to_do}"
         )
 
-    def _begin(self, step: int, state: State, data: dict[str, Any]) -> None:
+    def _begin(self, step: int, state: TrainState, data: dict[str, Any]) -> None:
         obstacle = _find_obstacle(self._directory)
         if not all_agree(obstacle is None):  # nobody begins where one cannot: the others would wait for it
             self._has_failed(step, obstacle or OSError("another process cannot write"))
@@ -168,7 +168,7 @@ class Checkpoints:
             except Exception as error:  # noqa: BLE001  each store has errors of its own
                 logging.warning("checkpoint %d cannot be removed: %s", step, first_line(error))
 
-    def restore(self, target: State, start_over: bool = False) -> tuple[State, dict[str, Any]] | None:
+    def restore(self, target: TrainState, start_over: bool = False) -> tuple[TrainState, dict[str, Any]] | None:
         """The newest whole checkpoint, or None where there is none at all. `skipped` says why newer ones were not read.
 
         The target has shapes, dtypes and shardings to restore into; any number of devices will do. Checkpoints of which
@@ -198,7 +198,7 @@ class Checkpoints:
             )
         return None
 
-    def _read(self, directory: epath.Path, step: int, target: State) -> tuple[State, dict[str, Any]]:
+    def _read(self, directory: epath.Path, step: int, target: TrainState) -> tuple[TrainState, dict[str, Any]]:
         """State and data of one checkpoint. Any exception where it is damaged or of another run."""
         self._checkpointer = self._checkpointer or make_checkpointer(target)
         found = self._checkpointer.restore(
