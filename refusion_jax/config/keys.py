@@ -39,8 +39,7 @@ _TRAINING = {
     "row_length": _count(1024, "tokens per row; documents are packed into rows"),
     "init_from": Setting(
         "",
-        "weights to start from: a Hugging Face directory, a converted one or a run, whose shape the model takes "
-        "where keys of model are not set; empty: random",
+        "weights to start from, a Hugging Face directory or a run, whose shape counts where none is set; empty: random",
     ),
     "learning_rate": Setting(3e-4, "peak", above=0, at_most=100),
     "schedule": _one_of("cosine | wsd | constant", "after the warm-up; wsd is stable, then decays"),
@@ -105,18 +104,14 @@ _MODEL = {
     "num_experts_per_tok": _from_0(0, "experts that a token goes to", 2**7),
     "moe_intermediate_size": _from_0(0, "width of an expert's SwiGLU", 2**22),
     "norm_topk_prob": Setting(True, "the weights of a token's experts sum to 1"),
-    "router_aux_loss_coef": _from_0(
-        0.001, "weight of the loss that balances experts, the metric loss_router; 0: none", 1e6
-    ),
+    "router_aux_loss_coef": _from_0(0.001, "weight of loss_router, which balances experts; 0: none", 1e6),
     "first_k_dense_replace": _from_0(0, "layers before the first with experts", 2**14),
     "num_shared_experts": _from_0(0, "more experts, as one MLP that every token goes through", 2**7),
     "n_group": _count(1, "groups of experts", 2**14),
     "topk_group": _count(1, "groups that a token chooses its experts from", 2**14),
     "routed_scaling_factor": Setting(1.0, "factor of the weights of a token's experts", above=0, at_most=1e6),
     "partial_rotary_factor": Setting(1.0, "the part of a head that RoPE rotates", above=0, at_most=1),
-    "no_rope_layer_interval": Setting(
-        0, "for SmolLM3: every how many-th layer is without RoPE", at_least=0, at_most=2**15
-    ),
+    "no_rope_layer_interval": _from_0(0, "for SmolLM3: every how many-th layer is without RoPE", 2**15),
 }
 
 _LORA = {
