@@ -1,7 +1,7 @@
 """Tests compile more than they run: flags with which XLA compiles a decoder for the CPU in a sixth of the time.
 
 Without LLVM's optimizations, and with the emitter of LLVM's code that XLA had before its fusions went through MLIR. A
-user's own settings are what test_quickstart.py runs with.
+user's own settings are what the slow test of test_quickstart.py runs with.
 """
 
 from importlib.metadata import version

@@ -7,7 +7,7 @@ import shutil
 import subprocess
 
 import pytest
-from conftest import BOS, ROOT, TINY_RUN, compiled, settings, tiny_model
+from conftest import BOS, QUICK_COMPILE, ROOT, TINY_RUN, compiled, settings, tiny_model
 from helpers import Letters
 
 from refusion_jax import quickstart
@@ -16,51 +16,41 @@ from refusion_jax.data.tokenizer import SentencePieceTokenizer
 from refusion_jax.systems.api import Decoded
 
 
-@pytest.fixture(scope="module")
-def workdir(tmp_path_factory):
-    return tmp_path_factory.mktemp("quickstart")
-
-
-def launch(workdir, *flags: str) -> str:
+def launch(workdir, *flags: str, **variables: str) -> dict:
+    """What quickstart.sh reports of a run, which it prints, too."""
     own = ("XLA_FLAGS", "NPROC", "JAX_COMPILATION_CACHE_DIR", "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS")
-    env = {k: v for k, v in os.environ.items() if k not in own} | {"WORKDIR": str(workdir)}
+    env = {k: v for k, v in os.environ.items() if k not in own} | {"WORKDIR": str(workdir)} | variables
     line = ["bash", "launch/quickstart.sh", *flags]
     done = subprocess.run(line, cwd=ROOT, env=env, capture_output=True, text=True)
     assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
-    return done.stdout
-
-
-# An eighth of the steps takes an eighth of the time: 20 % (refusion) and 18 % (sequential) are right with seed 0, at
-# 1.95 tokens per forward, counted to the end of each answer. What has learned nothing answers nothing.
-@pytest.mark.parametrize(
-    ("steps", "least", "tokens"),
-    [(300, 0.1, 1.8), pytest.param(2400, 0.9, 4.0, marks=pytest.mark.slow)],
-    ids=["eighth", "whole"],
-)
-def test_a_model_learns_the_problems_and_decodes_them_several_tokens_at_a_time(workdir, steps, least, tokens):
-    out = launch(workdir / str(steps), f"--config.steps={steps}")
-    report = json.loads((workdir / str(steps) / "report.json").read_text())
+    report = json.loads((workdir / "report.json").read_text())
     for method in ("refusion", "sequential"):
         assert set(report[method]) == {"accuracy", "tokens_per_forward", "tokens_per_second"}
-        assert f"{report[method]['accuracy']:.1%}" in out
+        assert f"{report[method]['accuracy']:.1%}" in done.stdout
     assert report["problems"] == 200
-    page = (workdir / str(steps) / "decodings.html").read_text()
-    assert re.findall('"system":"(.*?)"', page) == ["refusion", "sequential"] * 3
-    assert report["refusion"]["accuracy"] >= least
-    assert report["sequential"]["accuracy"] >= least
-    assert report["refusion"]["tokens_per_forward"] > tokens
     assert report["sequential"]["tokens_per_forward"] == 1
-    assert report["parameters"] > 500_000
     assert 0 < report["train_seconds"] < report["seconds_total"]
+    page = (workdir / "decodings.html").read_text()
+    assert re.findall('"system":"(.*?)"', page) == ["refusion", "sequential"] * 3
+    return report | {"printed": done.stdout}
 
 
-@pytest.mark.slow  # tests/test_train.py starts a finished training again, and READMEs' tests decode again
-def test_run_again_it_goes_straight_to_decoding(trained_run, tmp_path):
+def test_a_finished_run_is_decoded_by_both_decoders(trained_run, tmp_path):
+    """A run again goes straight to decoding; that a model learns is what test_train.py shows in seconds."""
     shutil.copytree(trained_run, tmp_path / "run")
-    out = launch(tmp_path / "run", *TINY_RUN[1:])
+    shared = {name: os.environ[name] for name in ("JAX_COMPILATION_CACHE_DIR",)} | {"XLA_FLAGS": QUICK_COMPILE}
+    out = launch(tmp_path / "run", *TINY_RUN[1:], **shared)["printed"]
     assert "training is complete" in out
     assert "step " not in out.split("training is complete")[0]
-    assert json.loads((tmp_path / "run" / "report.json").read_text())["problems"] == 200
+
+
+@pytest.mark.slow  # minutes; with a user's own settings of the compiler
+def test_a_model_learns_the_problems_and_decodes_them_several_tokens_at_a_time(tmp_path):
+    report = launch(tmp_path / "run")
+    assert report["refusion"]["accuracy"] >= 0.9
+    assert report["sequential"]["accuracy"] >= 0.9
+    assert report["refusion"]["tokens_per_forward"] > 4
+    assert report["parameters"] > 500_000
 
 
 def decoded(*answers: tuple[bytes, list[int]]) -> Decoded:

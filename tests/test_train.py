@@ -73,15 +73,21 @@ def test_a_run_can_be_resumed_on_more_devices_and_with_accumulation(trained_run,
         assert resumed == pytest.approx(straight, rel=1e-4)  # float32 sums in another order, ten steps of Adam long
 
 
-def test_data_that_changed_under_a_run_is_refused(trained_run, tmp_path):
+def test_data_of_ones_own_is_learnt_and_refused_once_it_has_changed(tmp_path):
+    """By heart, and written in fewer forwards than tokens."""
     data, workdir = tmp_path / "a.jsonl", tmp_path / "run"
     line = json.dumps({"query": "Sort 3 1 2.", "response": "1 2 3"}) + "\n"
     data.write_text(line * 200)
     flags = [*TINY_RUN, f"--workdir={workdir}", f"--config.data.path={data}", "--config.model.vocab_size=300"]
-    run("train", *flags, "--config.steps=10")
+    flags += ["--config.learning_rate=0.01"]
+    run("train", *flags)
+    out, _ = run("generate", f"--checkpoint={workdir}", "--prompt=Sort 3 1 2.", "--decode.max_new_tokens=16")
+    answer = json.loads(out)
+    assert (answer["text"], answer["finish_reason"]) == ("1 2 3", "eos")
+    assert answer["forwards"] < len(answer["tokens"])
     data.write_text(line * 201)
     config = (workdir / "config.json").read_text()
-    _, err = run("train", *flags, "--config.steps=20", code=2)
+    _, err = run("train", *flags, "--config.steps=70", code=2)
     assert "no longer holds the rows this run was trained on" in err
     assert (workdir / "config.json").read_text() == config
 
@@ -102,14 +108,10 @@ def test_what_may_change_on_resume_changes_and_is_logged(trained_run, tmp_path):
     assert [what.split(":")[0] for what in found] == ["data.path", "learning_rate"]
 
 
-def test_a_window_of_steps_is_profiled(tmp_path):
-    run("train", *TINY_RUN, f"--workdir={tmp_path}", "--config.steps=6", "--config.profile_steps=(3,4)")
+def test_the_baseline_trains_and_decodes_and_a_window_of_steps_is_profiled(tmp_path):
+    run("train", *TINY_RUN, f"--workdir={tmp_path}", "--config.objective=ar", "--config.profile_steps=(3,4)")
     (trace,) = (tmp_path / "tensorboard" / "plugins" / "profile").glob("*/*.xplane.pb")
     assert trace.read_bytes().count(b"train_step") > 0
-
-
-def test_the_baseline_trains_and_decodes(tmp_path):
-    run("train", *TINY_RUN, f"--workdir={tmp_path}", "--config.objective=ar")
     records = read_metrics(tmp_path)
     assert all(record["loss"] == record["loss_ar"] and record["loss_mdm"] is None for record in records)
     assert losses(tmp_path, 50, 60) < losses(tmp_path, 0, 10)
@@ -120,11 +122,8 @@ def test_the_baseline_trains_and_decodes(tmp_path):
     assert "trained with objective=ar, which decodes with ar" in err
 
 
-@pytest.mark.parametrize(
-    ("file", "row_length"),
-    [("gsm8k_train.jsonl", 256), pytest.param("refusion_sample.json", 1024, marks=pytest.mark.slow)],
-    ids=["gsm8k", "sample"],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("file", "row_length"), [("gsm8k_train.jsonl", 256), ("refusion_sample.json", 1024)])
 def test_real_data_trains_by_flags_alone(tmp_path, file, row_length):
     data = SHARED / "data" / file
     if not data.exists():
