@@ -121,7 +121,7 @@ def main() -> None:
     service = Service(_NAME.value or _CHECKPOINT.value, model, tokenizer, engine, seed)
     app = make_app(service, access, refusion_jax.__version__)
     how = {"log_level": "warning", "access_log": False, "timeout_graceful_shutdown": _GRACE, "server_header": False}
-    how |= {"http": TimedConnection, "limit_concurrency": most_connections()}
+    how |= {"http": TimedConnection, "limit_concurrency": most_connections(), "ws": "none"}
     server = uvicorn.Server(uvicorn.Config(app, **how))
     try:
         with waiting("compiling"):

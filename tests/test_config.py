@@ -125,7 +125,7 @@ def test_the_keys_that_must_hold_are_there():
         ({"schedule": "wsd"}, "decay_steps=0: must be 1 to 1000 for schedule=wsd"),
         ({"model.num_key_value_heads": 3}, "num_attention_heads=4: must be a multiple of num_key_value_heads=3"),
         ({"model.head_dim": 7}, "model.head_dim=7: must be even"),
-        ({"mesh.data": -1}, "at most one axis can be -1"),
+        ({"mesh.data": -1}, "mesh.fsdp=-1: at most one axis can be -1, and mesh.data is"),
         ({"mesh.tensor": 0}, "mesh.tensor=0: must be at least 1, or -1"),
     ],
 )

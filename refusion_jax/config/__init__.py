@@ -113,8 +113,8 @@ def check(c: ml_collections.ConfigDict) -> None:
     if c.lora.rank and not read_lora(c.lora).names:
         refuse("lora.targets", f"names none of {', '.join(INPUTS)}")
 
-    if sum(size == -1 for size in c.mesh.values()) > 1:
-        refuse("mesh", "at most one axis can be -1")
+    if len(rest := [axis for axis, size in c.mesh.items() if size == -1]) > 1:
+        refuse(f"mesh.{rest[-1]}", f"at most one axis can be -1, and mesh.{rest[0]} is")
     for axis, size in c.mesh.items():
         if size < 1 and size != -1:
             refuse(f"mesh.{axis}", "must be at least 1, or -1 to take all devices that are left")
