@@ -25,6 +25,7 @@ def test_a_template_may_use_what_transformers_offers_but_the_date():
     ("source", "said"),
     [
         ("{% for", "here: the chat template cannot be read: "),
+        ("{% break %}", "here: the chat template cannot be read: 'break' outside loop"),
         ("{{ messages.__class__.__mro__ }}", "here: the chat template fails: access to attribute"),
         ("{{ nobody.knows }}", "here: the chat template fails: 'nobody' is undefined"),
         ("{{ messages + 1 }}", "here: the chat template fails: "),

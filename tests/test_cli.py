@@ -49,11 +49,18 @@ def test_whatever_goes_wrong_is_one_line_and_the_code_of_whose_fault_it_is(error
     assert ended(error, capsys) == (code, said)
 
 
-def test_what_nobody_has_thought_of_is_one_line_and_a_file_with_the_trace(capsys):
-    code, err = ended(KeyError("where"), capsys)
+class Panic(BaseException):
+    """As Rust's reach Python."""
+
+
+@pytest.mark.parametrize("error", [KeyError("where"), Panic("'where'")])
+def test_what_nobody_has_thought_of_is_one_line_and_a_file_with_the_trace(error, capsys):
+    code, err = ended(error, capsys)
     assert code == 1
     found = re.fullmatch(
-        r"error: \S+ failed: KeyError: 'where' \(the full trace is in (\S+), and --traceback prints it\)\n", err
+        rf"error: \S+ failed: {type(error).__name__}: 'where' "
+        r"\(the full trace is in (\S+), and --traceback prints it\)\n",
+        err,
     )
     file = Path(found[1])
     assert file.stat().st_mode & 0o777 == 0o600

@@ -69,6 +69,11 @@ def test_files_that_will_not_do_are_named(tmp_path):
     with pytest.raises(UserError, match="none.model cannot be read: No such file"):
         SentencePieceTokenizer.load(tmp_path / "none.model")
     (tmp_path / "text.model").write_text("not a model")
+    piece = "\u2581number"
+    model = SentencePieceTokenizer.train([piece[1:] + piece] * 20, 300).model
+    (tmp_path / "torn.model").write_bytes(model.replace(piece.encode(), b"\xff" * len(piece.encode())))
+    with pytest.raises(UserError, match="torn.model is not a sentencepiece model"):
+        SentencePieceTokenizer.load(tmp_path / "torn.model")
     with pytest.raises(UserError, match="text.model is not a sentencepiece model"):
         SentencePieceTokenizer.load(tmp_path / "text.model")
 

@@ -145,11 +145,11 @@ def guard(main: Callable[[], None]) -> None:
         if isinstance(error.__context__, BrokenPipeError):  # so does rich end
             _end(None, 141)
         raise
-    except (Exception, KeyboardInterrupt) as error:  # noqa: BLE001  whatever nobody has thought of
+    except BaseException as error:  # noqa: BLE001  whatever nobody has thought of; a panic of Rust is no Exception
         _end(*verdict(error), error)
 
 
-def verdict(error: Exception | KeyboardInterrupt) -> tuple[Exception | None, int]:
+def verdict(error: BaseException) -> tuple[Exception | None, int]:
     """The message for whatever has ended a command, if it needs one, and the exit code; see `guard`."""
     match error:
         case UserError() | flags.Error():
@@ -203,7 +203,7 @@ def _wants_traceback() -> bool:
     return flags.FLAGS.is_parsed() and _TRACEBACK.value
 
 
-def _unforeseen(error: Exception) -> str:
+def _unforeseen(error: BaseException) -> str:
     """The message for an unforeseen exception, whose trace is written to a new file."""
     command = Path(sys.argv[0]).stem
     hint = "--traceback prints where"

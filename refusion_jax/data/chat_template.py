@@ -29,7 +29,7 @@ class ChatTemplate:
         environment.globals["raise_exception"] = _refuse
         try:
             self._template = environment.from_string(source)
-        except jinja2.TemplateError as error:
+        except Exception as error:  # noqa: BLE001  jinja2 has Python compile it, and computes what is constant
             raise UserError(f"{origin}: the chat template cannot be read: {first_line(error)}") from error
 
     def render(self, **variables: Any) -> str:

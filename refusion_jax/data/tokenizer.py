@@ -31,7 +31,8 @@ class SentencePieceTokenizer(Tokenizer):
             raise UserError(f"{origin} is not a sentencepiece model: it is empty")
         try:
             self._pieces = sentencepiece.SentencePieceProcessor(model_proto=model)
-        except (RuntimeError, UnicodeDecodeError) as error:  # the latter where its own message quotes the file
+            self._pieces.decode(list(range(self.size)))  # each piece is text
+        except (RuntimeError, UnicodeDecodeError) as error:  # the latter also where its own message quotes the file
             raise UserError(f"{origin} is not a sentencepiece model") from error
         self.bos_id, self.eos_id, self.pad_id = (
             self._pieces.bos_id(),
