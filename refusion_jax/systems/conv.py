@@ -46,15 +46,21 @@ class ConvSettings(masked.MaskedSettings):
         return [{"steps": max(1, new_tokens // n), "conv_window": max(1, new_tokens // parts)} for n, parts in points]
 
 
+class NearKnown(masked.EvenSteps):
+    """Prefers masks near known tokens: the probability of the token times tanh(r)."""
+
+    def confidence(
+        self, s: masked.MaskedText, w: masked.Window, proposal: masked.Proposal, mask_id: int
+    ) -> Float32[Array, "B N"]:
+        known = known_nearby(s.text != mask_id, w.position, s.settings.conv_window // 2)
+        return proposal.probability * jnp.tanh(known.astype(jnp.float32))
+
+
 class Convolve(masked.MaskedDecoder):
     """The decoder with its compiled sizes."""
 
     settings: ClassVar[type[ConvSettings]] = ConvSettings
-
-    def priority(self, s: masked.MaskedText, w: masked.Window, proposal: masked.Proposal) -> Float32[Array, "B N"]:
-        """The probability of the token times tanh(r)."""
-        known = known_nearby(s.text != self.ids.mask_id, w.position, s.settings.conv_window // 2)
-        return proposal.probability * jnp.tanh(known.astype(jnp.float32))
+    rule: ClassVar[masked.SelectionRule] = NearKnown()
 
 
 def known_nearby(

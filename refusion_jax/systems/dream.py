@@ -112,6 +112,30 @@ class DreamSettings(masked.MaskedSettings):
         return [{"steps": max(1, new_tokens // tokens)} for tokens in (1, 2, 4, 8)]
 
 
+@dataclasses.dataclass(frozen=True)
+class Scheduled:
+    """Commits the surest masks, as many as each row's schedule says."""
+
+    confidence: str
+
+    def __call__(
+        self, s: masked.MaskedText, w: masked.Window, proposal: masked.Proposal, mask_id: int
+    ) -> Bool[Array, "B N"]:
+        counts = s.settings.counts  # [B, N], of each forward
+        at = jnp.minimum(s.forwards, counts.shape[1] - 1)[:, None]
+        return masked.ranks(self._confidence(proposal), w) < jnp.take_along_axis(counts, at, axis=1)
+
+    def _confidence(self, proposal: masked.Proposal) -> Float32[Array, "B N"]:
+        if self.confidence == "maskgit":
+            return proposal.probability
+        real = proposal.real
+        log_p = real - jax.nn.logsumexp(real, axis=-1, keepdims=True)
+        if self.confidence == "entropy":
+            return jnp.sum(jnp.where(real > -jnp.inf, jnp.exp(log_p) * log_p, 0.0), axis=-1)
+        best = jnp.exp(jax.lax.top_k(jnp.where(proposal.choosable > -jnp.inf, log_p, -jnp.inf), 2)[0])
+        return best[:, :, 0] - best[:, :, 1]
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DenoiseOnSchedule(masked.MaskedDecoder):
     """The decoder with its compiled sizes."""
@@ -121,21 +145,9 @@ class DenoiseOnSchedule(masked.MaskedDecoder):
 
     confidence: str
 
-    def rule(self, s: masked.MaskedText, w: masked.Window, proposal: masked.Proposal) -> Bool[Array, "B N"]:
-        """The surest masks, as many as each row's schedule says."""
-        counts = s.settings.counts  # [B, N], of each forward
-        at = jnp.minimum(s.forwards, counts.shape[1] - 1)[:, None]
-        return masked.ranks(self.priority(s, w, proposal), w) < jnp.take_along_axis(counts, at, axis=1)
-
-    def priority(self, s: masked.MaskedText, w: masked.Window, proposal: masked.Proposal) -> Float32[Array, "B N"]:
-        if self.confidence == "maskgit":
-            return proposal.probability
-        real = proposal.real
-        log_p = real - jax.nn.logsumexp(real, axis=-1, keepdims=True)
-        if self.confidence == "entropy":
-            return jnp.sum(jnp.where(real > -jnp.inf, jnp.exp(log_p) * log_p, 0.0), axis=-1)
-        best = jnp.exp(jax.lax.top_k(jnp.where(proposal.choosable > -jnp.inf, log_p, -jnp.inf), 2)[0])
-        return best[:, :, 0] - best[:, :, 1]
+    @property
+    def rule(self) -> masked.SelectionRule:
+        return Scheduled(self.confidence)
 
     def lay_out(self, requests: Sequence[Request]) -> Layout:
         """The layout, with `counts` [R, N] among the settings: the schedule of each request."""

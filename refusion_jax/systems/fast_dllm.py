@@ -77,11 +77,23 @@ class State(masked.MaskedText):
     entries: KeyValues  # C entries of each row; a leading part is valid
 
 
+@dataclasses.dataclass(frozen=True)
+class Surest:
+    """The masks of a window that are sure enough, at least the most probable one."""
+
+    def __call__(
+        self, s: masked.MaskedText, w: masked.Window, proposal: masked.Proposal, mask_id: int
+    ) -> Bool[Array, "B K"]:
+        p = proposal.probability
+        return w.masked & ((p >= s.settings.threshold[:, None]) | (masked.ranks(p, w) == 0))
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class BlockCache(masked.MaskedDecoder):
     """The decoder with its compiled sizes."""
 
     settings: ClassVar[type[FastSettings]] = FastSettings
+    rule: ClassVar[masked.SelectionRule] = Surest()
     fills_gaps: ClassVar[bool] = False  # the places that are fed must be contiguous
 
     reuse: str
@@ -113,11 +125,6 @@ class BlockCache(masked.MaskedDecoder):
         tell_plan(proposal.token, w.position, w.masked, proposal.probability)
         is_first = is_whole & self.shifted & (jnp.arange(self.block_length)[None] == 0)
         return self.commit(s.replace(entries=entries), w, proposal, takes_part, is_first)
-
-    def rule(self, s: masked.MaskedText, w: masked.Window, proposal: masked.Proposal) -> Bool[Array, "B K"]:
-        """The masks that are sure enough, at least the most probable one."""
-        p = proposal.probability
-        return w.masked & ((p >= s.settings.threshold[:, None]) | (masked.ranks(p, w) == 0))
 
     def _whole(
         self, model: Transformer, s: State, w: masked.Window, takes_part: Bool[Array, "B"]

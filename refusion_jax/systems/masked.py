@@ -12,7 +12,7 @@ Axes: B rows, C text length, N places to decode, K places of a window, D hidden 
 import dataclasses
 import functools
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, ClassVar, NamedTuple, Self
+from typing import Any, ClassVar, NamedTuple, Protocol, Self
 
 import jax
 import jax.numpy as jnp
@@ -81,6 +81,32 @@ class Proposal(NamedTuple):
         return probability(self.real, self.token)
 
 
+class SelectionRule(Protocol):
+    """Which masks a forward pass commits: a frozen dataclass, compiled in."""
+
+    def __call__(self, s: MaskedText, w: Window, proposal: Proposal, mask_id: int) -> Bool[Array, "B K"]:
+        """Which places of the window to commit; those that are not masked are ignored. Runs inside `jit`."""
+        ...
+
+
+@dataclasses.dataclass(frozen=True)
+class EvenSteps:
+    """A block of n masks takes a number of steps, each of which commits the n / steps most confident ones.
+
+    The settings of the rows have `steps`, for the whole answer; 0: one per mask.
+    """
+
+    def confidence(self, s: MaskedText, w: Window, proposal: Proposal, mask_id: int) -> Float32[Array, "B K"]:
+        """The higher, the earlier a place is committed."""
+        return proposal.probability
+
+    def __call__(self, s: MaskedText, w: Window, proposal: Proposal, mask_id: int) -> Bool[Array, "B K"]:
+        steps, blocks = s.settings.steps, jnp.maximum(-(-s.places.count // block_length(s)), 1)
+        steps = jnp.clip(jnp.where(steps > 0, steps // blocks, w.size), 1, jnp.maximum(w.size, 1))
+        share = w.size // steps + (s.block_step < w.size % steps)  # the first steps commit one more
+        return ranks(self.confidence(s, w, proposal, mask_id), w) < share[:, None]
+
+
 class MaskedSettings(shared.Settings):
     """Settings that all masked decoders know; where one lets the user choose, it declares a field of this name."""
 
@@ -96,6 +122,7 @@ class MaskedDecoder(Decoder):
     """A masked decoder with its compiled sizes; C, the width, holds the longest text."""
 
     settings: ClassVar[type[MaskedSettings]]
+    rule: ClassVar[SelectionRule] = EvenSteps()
     always_shifted: ClassVar[bool] = False  # whether also a model that does not say so is `shifted`
 
     block_length: int  # K, at most, in a block
@@ -124,21 +151,6 @@ class MaskedDecoder(Decoder):
         tell_plan(proposal.token, w.position, w.masked, proposal.probability)
         return self.commit(s, w, proposal, s.active)
 
-    def rule(self, s: MaskedText, w: Window, proposal: Proposal) -> Bool[Array, "B K"]:
-        """The selection rule: which places of the window to commit; those that are not masked are ignored.
-
-        By default a block of n masks takes a number of steps, each of which commits the n / steps most confident ones.
-        The settings of the rows have `steps`, for the whole answer; 0: one per mask.
-        """
-        steps, blocks = s.settings.steps, jnp.maximum(-(-s.places.count // block_length(s)), 1)
-        steps = jnp.clip(jnp.where(steps > 0, steps // blocks, w.size), 1, jnp.maximum(w.size, 1))
-        share = w.size // steps + (s.block_step < w.size % steps)  # the first steps commit one more
-        return ranks(self.priority(s, w, proposal), w) < share[:, None]
-
-    def priority(self, s: MaskedText, w: Window, proposal: Proposal) -> Float32[Array, "B K"]:
-        """The confidence of each mask, by default: the higher, the earlier it is committed."""
-        return proposal.probability
-
     def fed(self, s: MaskedText, after_block: Int32[Array, "B"]) -> Bool[Array, "B C"] | None:
         """Which places of the text are fed, given the number of the first one after the block; None: all."""
 
@@ -156,7 +168,7 @@ class MaskedDecoder(Decoder):
         also: Bool[Array, "#B #K"] | None = None,
     ) -> MaskedText:
         """Commits the masks of the block that the rule chooses, and those in `also`; a finished block is left."""
-        chosen = self.rule(s, w, proposal)
+        chosen = self.rule(s, w, proposal, self.ids.mask_id)
         chosen = chosen if also is None else chosen | also
         is_over = ~jnp.any(w.masked & ~chosen, axis=1)
         return commit(s, w, proposal.token, chosen, self.ids, took_part).replace(
