@@ -148,6 +148,9 @@ def test_adapters_go_to_peft_and_come_back(source, tmp_path):
         (tmp_path / "peft" / "adapter_config.json").write_text(json.dumps(config | {name: value}))
         with pytest.raises(UserError, match=f"adapter_config.json cannot be read: .*{said}"):
             load_model(tmp_path / "peft")
+    (tmp_path / "peft" / "adapter_config.json").write_text("3")
+    with pytest.raises(UserError, match="adapter_config.json cannot be read: Input should be"):
+        load_model(tmp_path / "peft")
     (tmp_path / "peft" / "adapter_config.json").write_text(json.dumps(config))
 
     peft = pytest.importorskip("peft")

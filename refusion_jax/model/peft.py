@@ -41,9 +41,9 @@ class _Config(pydantic.BaseModel):
 
     @pydantic.model_validator(mode="before")
     @classmethod
-    def _nothing_else_is_asked_for(cls, given: dict[str, Any]) -> dict[str, Any]:
+    def _nothing_else_is_asked_for(cls, given: Any) -> Any:
         """Further fields change nothing, or are as empty as `peft` writes them where they are not used."""
-        for name, value in given.items():
+        for name, value in given.items() if isinstance(given, dict) else ():
             if value and name not in _OF_NO_EFFECT and name not in cls.model_fields:
                 raise ValueError(f"{name[:60]}={json.dumps(value)[:60]} is not supported")
         return given
