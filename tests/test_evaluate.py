@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import run, start
+from conftest import SHARED, run, start
 from helpers import ended, evaluate_on_two, start_hosts, wait_until, workers
 from local_task import CHOICES, GENERATE, TEXTS, answers, evaluate, task_writer
 
@@ -238,6 +238,25 @@ def test_data_that_no_task_reads_is_refused(tasks, tmp_path):
     plan = benchmark.Plan(["sums"], include_path=tasks(GENERATE), task_data=tmp_path / "local")
     with pytest.raises(UserError, match="--task_data=.*: no task here reads a file of it; they read sums.jsonl"):
         benchmark.load_tasks(plan)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not (SHARED / "data").exists(), reason=f"no GSM8K in {SHARED}")
+def test_six_hundred_questions_of_gsm8k(loaded, trained_run, tasks, tmp_path):
+    directory = tasks(GENERATE, data=SHARED / "data" / "gsm8k_test_dev.jsonl")
+    results, samples = evaluate(loaded, tmp_path / "all", "sums", directory, batch_size=64)
+    found = [(re.findall("[0-9]", s["resps"][0][0]) or ["none"])[-1] == s["target"] for s in samples]
+    assert len(found) == 600
+    assert results["results"]["sums"]["exact_match,last"] == np.mean(found)
+    _, alone = evaluate(loaded, tmp_path / "alone", "sums", directory, batch_size=1)
+    assert answers(alone) == answers(samples)
+
+    flags = [f"--checkpoint={trained_run}", f"--include_path={directory}", "--tasks=sums", f"--output={tmp_path}/out"]
+    assert killed_at(200, tmp_path / "out", [*flags, "--decode.batch_size=8"], 600) < 600
+    resumed = json.loads((tmp_path / "out" / "results.json").read_text())
+    again = map(json.loads, (tmp_path / "out" / "samples_sums.jsonl").read_text().splitlines())
+    assert answers(again) == answers(samples)
+    assert resumed["results"] == results["results"]
 
 
 @pytest.mark.slow

@@ -6,14 +6,17 @@ import re
 import jax
 import jax.numpy as jnp
 import numpy as np
-from conftest import run
+import pytest
+from conftest import MASK, equipped, run, settings, sharp_model
 from helpers import Letters, check_page, write_lines
 
 from refusion_jax import DecodeSettings
 from refusion_jax.decoding.answers import Answer
 from refusion_jax.decoding.player import BEGINNING, REFUSED, REPAIRED, VERIFIED, WAITING, Decodings, page
-from refusion_jax.decoding.requests import Request
+from refusion_jax.decoding.requests import Request, prepare
 from refusion_jax.decoding.trajectory import Told, Trajectory
+from refusion_jax.systems import registry
+from refusion_jax.systems.api import stream
 
 HOSTILE = "</script><img src=x onerror=alert(1)>"
 DATA = re.compile('<script type="application/json" id="data">(.*?)</script>')
@@ -94,6 +97,34 @@ def test_a_cell_tells_what_it_holds_and_when():
     assert spelled(scene["plans"][0]) == [(0, "A", 90), (1, "x", 40), (2, "<", 100)]
     assert spelled(scene["drafts"][1]) == [(0, "A", WAITING), (1, "x", REFUSED), (2, "<", VERIFIED), (3, "x", REPAIRED)]
     assert spelled(scene["drafts"][2]) == [(0, "A", VERIFIED), (1, "B", VERIFIED)]
+
+
+def random_requests(name: str, model, count: int) -> list[Request]:
+    """Prompts, lengths and temperatures at random."""
+    random, requests = np.random.default_rng(0), []
+    for number in range(count):
+        own = {"temperature": float(random.choice([0.0, 1.0])), "seed": number}
+        prompt = random.integers(3, MASK, random.integers(2, 9)).tolist()
+        requests.append(Request(prompt, settings=settings(name, batch_size=8, cache_length=96, **own)))
+    return prepare(requests, requests[0].settings, model.config)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", registry.decoders())
+def test_a_page_counts_as_the_decoder_does(name):
+    model = equipped(sharp_model(), name)
+    requests, decodings = random_requests(name, model, 200), Decodings(name, None)
+    for index, answer in stream(model, requests, record=decodings.record):
+        decodings.add(index, requests[index], answer)
+    for index, answer in stream(model, requests):
+        scene, committed = decodings.scenes[index], len(answer.commit_order)
+        assert len(scene.counts) - 1 == len(scene.drafts) == len(scene.plans) == answer.forwards
+        assert scene.counts == sorted(scene.counts)
+        assert scene.counts[-1] == committed
+        cells = [cell for slot in scene.groups for cell in slot]
+        assert sum(order < committed and not after for _, order, after in cells) == len(answer.tokens)
+        taken = [at for drafts in scene.drafts for at, _, what in drafts if what in (VERIFIED, REPAIRED)]
+        assert len(set(taken)) == len(taken) <= committed
 
 
 def test_the_page_loads_nothing_and_makes_no_markup_of_text(tmp_path):
