@@ -189,7 +189,7 @@ def other(compare: str, checkpoint: epath.Path, given: dict[str, object]) -> Ask
 def parts_of(output: Path | None, text: str) -> tuple[int, list[Path]]:
     """(number from 0 of a part I/N, journals of all N parts).
 
-    Raises UserError where this is no part, or the output no file on a disk, by way of which the parts come together.
+    Raises UserError where this is no part, or the output no file on a disk, where the parts come together.
     """
     found = re.fullmatch(r"([1-9]\d{0,3})/([1-9]\d{0,3})", text)
     part, count = map(int, found.groups()) if found else (1, 0)
@@ -265,7 +265,7 @@ def main() -> None:
     rival = other(_COMPARE.value, checkpoint, given) if _COMPARE.value else None
     keep_for_user(_CACHE.value)
 
-    # 2. Where the answers go: to a file by way of a journal; to anything else as soon as their turn comes.
+    # 2. Where the answers go: to a file, through a journal; to anything else as soon as their turn comes.
     with contextlib.ExitStack() as stack:
         journal = None
         target = Path(os.path.realpath(output)) if output and not is_remote(output) else None

@@ -77,6 +77,13 @@ assert not any(os.waitpid(child, 0)[1] for child in children), "killed"
     assert sandbox.run(program, Limits(60.0, memory=4 * memory)).passed
 
 
+def test_a_group_without_control_of_memory_is_not_used_and_not_left(tmp_path, monkeypatch):
+    (tmp_path / "cgroup.procs").touch()
+    monkeypatch.setattr(sandbox, "_CONTROL_GROUPS", {str(tmp_path): ("not/there", "swap")})
+    assert sandbox.run("pass").passed
+    assert [path.name for path in tmp_path.iterdir()] == ["cgroup.procs"]
+
+
 def test_a_program_is_no_main_program():
     """As HumanEval executes it: an answer may end with tests of its own, which would end the process."""
     assert sandbox.run("x = 1\nif __name__ == '__main__':\n  import unittest; unittest.main()\nassert x == 1").passed

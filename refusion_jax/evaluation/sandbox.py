@@ -170,12 +170,14 @@ def _make_group(memory: int) -> Path | None:
             group.mkdir()
         except OSError:
             continue
-        if (group / limit).exists():
+        try:
             (group / limit).write_text(str(memory))
-            if (group / swap).exists():  # some kernels do not count it
-                (group / swap).write_text("0")
-            return group
-        group.rmdir()  # its memory is not controlled
+        except OSError:  # its memory is not controlled
+            group.rmdir()
+            continue
+        with contextlib.suppress(OSError):  # some kernels do not count it
+            (group / swap).write_text("0")
+        return group
     return None
 
 

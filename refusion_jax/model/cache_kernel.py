@@ -2,7 +2,7 @@
 
 The products that XLA makes of `cached_attention` read as many entries of every row as the fullest one has, and write
 their float32 scores to memory: with 128 rows many times the bytes of the cache (benchmarks/results/tpu_decoding.md).
-Here a grid walks over (row, key head, block of cached entries) and normalizes on the way (online softmax:
+Here a grid walks over (row, key head, block of cached entries) and normalizes as it goes (online softmax:
 FlashAttention-2, arXiv 2307.08691, section 3.1). Past the last filled block the grid names that block again, so that
 nothing is fetched. The last step of a row adds the new tokens, by their mask. JAX's paged kernels take one query per
 row, or causal masks only.

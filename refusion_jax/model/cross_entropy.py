@@ -2,7 +2,7 @@
 
 The vocabulary is processed in chunks and the tokens in blocks, so that logits exist for one chunk of one block at a
 time. Each chunk of the head is gathered from the chips that share it and dropped after use; its gradient is summed and
-scattered in the same way. The backward pass recomputes the logits: one more product with the head, for memory that does
+scattered likewise. The backward pass recomputes the logits: one more product with the head, for memory that does
 not grow with tokens x vocabulary. Tokens without a label are sorted to the back, and blocks of them are skipped.
 
 Axes, on one chip: B rows, T row length, D hidden size, V rows of the head; R tokens of a block, N blocks of them,
