@@ -22,7 +22,7 @@ from refusion_jax.batch.rows import Rows, noise_keys
 from refusion_jax.cli import command
 from refusion_jax.cli.errors import UserError
 from refusion_jax.cli.flag_values import check_page
-from refusion_jax.config import check, default_config, help_texts
+from refusion_jax.config import check, check_stores, default_config, help_texts
 from refusion_jax.config.keys import keys
 from refusion_jax.data.fast_tokenizer import find_tokenizer_file, load_tokenizer_file
 from refusion_jax.data.interface import Tokenizer
@@ -81,6 +81,7 @@ def main() -> None:
     if _CONFIG.value:
         config, place = _CONFIG.value, _PLACE.value
         check(config)
+        check_stores(config)
         if place >= config.batch_size:
             raise UserError(f"--place={place}: a batch holds rows 0 to {config.batch_size - 1}")
         if _WORKDIR.value and not (epath.Path(_WORKDIR.value) / "config.json").exists():

@@ -31,7 +31,7 @@ from refusion_jax.checkpoints.load import check_fits, find_own_tokenizer, read_m
 from refusion_jax.checkpoints.lock import check_free, locked
 from refusion_jax.cli import command
 from refusion_jax.cli.errors import UserError, needs
-from refusion_jax.config import CHANGEABLE, check, check_mesh, help_texts, make_objective
+from refusion_jax.config import CHANGEABLE, check, check_mesh, check_stores, help_texts, make_objective
 from refusion_jax.config.keys import keys
 from refusion_jax.config.model import adopt_shape, adopt_steps, model_config
 from refusion_jax.config.run_config import check_same_run
@@ -83,6 +83,7 @@ def train(
     # 1. What is asked for, and is any of it left to do?
     preemption = Preemption()
     check(config)
+    check_stores(config)
     check_trackers(config, workdir)
     adopt_shape(config, workdir)
     changed = check_same_run(workdir, config, allowed)

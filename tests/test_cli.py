@@ -35,7 +35,7 @@ def ended(error, capsys) -> tuple[int, str]:
             2,
             f"error: --decode.seed=1{'0' * 79}...: must be less\n",
         ),
-        (UserError("x" * 9999), 2, f"error: {'x' * 2000}...\n"),
+        (UserError("x" * 9999 + ": long"), 2, f"error: {'x' * 1000}...{'x' * 994}: long\n"),
         (Failure("the disk is full"), 1, "error: the disk is full\n"),
         (OSError(errno.ENAMETOOLONG, "File name too long", "x"), 2, "error: x: File name too long\n"),
         (OSError(errno.EEXIST, "File exists", "x"), 2, "error: x: File exists\n"),
@@ -70,19 +70,21 @@ def test_what_nobody_has_thought_of_is_one_line_and_a_file_with_the_trace(error,
 
 
 @pytest.mark.parametrize(
-    ("path", "said"),
+    ("flag", "path", "said"),
     [
-        ("", "is empty"),
-        ("x://y", "names no store"),
-        ("az://y", "cannot be reached"),
-        ("a\udcff", "a\udcff is not UTF-8"),
+        ("workdir", "", "is empty"),
+        ("workdir", "x://y", "names no store"),
+        ("workdir", "az://y", "cannot be reached"),
+        ("blocked_urls", "x,az://y", "cannot be reached"),
+        ("workdir", "a\udcff", "a\udcff is not UTF-8"),
     ],
 )
-def test_what_can_be_no_path_is_refused_by_its_flag(path, said):
+def test_what_can_be_no_path_is_refused_by_its_flag(flag, path, said):
     values = command.flags.FlagValues()
     command.flags.DEFINE_string("workdir", None, "", flag_values=values)
-    values(["program", f"--workdir={path}"])
-    with pytest.raises(UserError, match=f"--workdir=.*{said}"):
+    command.flags.DEFINE_list("blocked_urls", [], "", flag_values=values)
+    values(["program", f"--{flag}={path}"])
+    with pytest.raises(UserError, match=f"--{flag}=.*{said}"):
         flag_values.check_values(values)
 
 

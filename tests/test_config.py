@@ -134,6 +134,11 @@ def test_an_impossible_value_is_refused_by_name(changes, said):
         config.check(config_with(**changes))
 
 
+def test_a_store_that_is_not_reached_is_refused_by_its_key():
+    with pytest.raises(UserError, match="--config.data.path=az://y cannot be reached"):
+        config.check_stores(config_with(**{"data.path": "my/rows, az://y"}))
+
+
 def test_a_missing_key_is_refused():
     c = config_with()
     del c.model.head_dim

@@ -26,7 +26,7 @@ from refusion_jax.data.manifest import read_manifest
 from refusion_jax.data.preparation import Preparation, plan_chunks
 from refusion_jax.data.prepared import PreparedRows
 from refusion_jax.data.rows import check_row, decode_row, encode_row
-from refusion_jax.data.shards import PrepareSettings
+from refusion_jax.data.shards import PrepareSettings, Worker
 from refusion_jax.data.tokenizer import MASK_PIECE, SentencePieceTokenizer
 from refusion_jax.data.workers import Processes
 
@@ -317,6 +317,14 @@ def test_an_interrupted_one_tells_how_to_go_on(tmp_path, tokenizer_file):
     process.send_signal(signal.SIGINT)
     _, err = process.communicate(timeout=300)
     assert (process.returncode, err) == (130, "error: interrupted; the same command goes on from here\n")
+
+
+def test_workers_that_die_are_told_in_one_line_in_every_pass(tmp_path):
+    settings = PrepareSettings("none", MASK_PIECE, "unset", 64, "best_fit", "stop", False, 0.0, Fields(flag="--"))
+    with Processes(settings, epath.Path(tmp_path), count=2) as runs:  # which cannot load that tokenizer
+        for _ in range(2):
+            with pytest.raises(UserError, match="a worker process died"):
+                list(runs.run(Worker.write_keys, {0: [], 1: []}))
 
 
 @pytest.mark.parametrize("workers", [1, 2])

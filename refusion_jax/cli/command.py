@@ -344,7 +344,7 @@ def explain(error: Exception) -> None:
     if any(line.startswith("Traceback") for line in lines):
         lines = [lines[0], lines[-1]]
     line = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in " ".join(lines))
+    if len(line) > _LONGEST_LINE:  # a name that is too long stands before what is wrong with it
+        line = f"{line[: _LONGEST_LINE // 2]}...{line[-_LONGEST_LINE // 2 :]}"
     if sys.stderr:  # else it would go to stdout
-        print(
-            "error:", line if len(line) <= _LONGEST_LINE else line[:_LONGEST_LINE] + "...", file=sys.stderr, flush=True
-        )
+        print("error:", line, file=sys.stderr, flush=True)

@@ -13,7 +13,7 @@ from refusion_jax.cli.paths import STORES, is_remote, is_text, names_no_store
 # Flags that name a file or directory, in any command.
 _PATHS = {
     *("workdir", "checkpoint", "input", "output", "data", "from", "to", "tokenizer", "config", "include_path"),
-    *("compilation_cache", "hlo", "watch", "html"),
+    *("compilation_cache", "hlo", "watch", "html", "compare", "task_data", "blocked_urls", "decontaminate"),
     "stop",  # is a text, but in that, too, there must be something
 }
 
@@ -33,12 +33,13 @@ def check_values(values: flags.FlagValues) -> None:
                 if why := names_no_store(path):
                     raise UserError(f"--{name}={path}: {why}")
                 if is_remote(path):
-                    _check_reachable(name, path)
+                    check_reachable(name, path)
                 elif name != "input" and not is_text(path):
                     raise UserError(f"--{name}={path}: {os.path.abspath(path)} is not UTF-8; give it another name")
 
 
-def _check_reachable(flag: str, path: str) -> None:
+def check_reachable(flag: str, path: str) -> None:
+    """Refuses a path in a store that cannot be reached, or whose client is not installed."""
     import fsspec  # 0.1 s, which most have no use for
 
     try:

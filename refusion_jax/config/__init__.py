@@ -16,6 +16,8 @@ from flax.traverse_util import flatten_dict
 
 from refusion_jax.cli import command
 from refusion_jax.cli.errors import SettingError, UserError, naming
+from refusion_jax.cli.flag_values import check_reachable
+from refusion_jax.cli.paths import is_remote
 from refusion_jax.config.keys import keys, keys_of
 from refusion_jax.distributed import sharding
 from refusion_jax.model.lora import INPUTS, read_lora
@@ -142,6 +144,14 @@ def _check_keys(c: ml_collections.ConfigDict) -> None:
             raise UserError(
                 f"--config: {min(found)} {what}; config files start from refusion_jax.config.default_config()"
             )
+
+
+def check_stores(c: ml_collections.ConfigDict) -> None:
+    """Refuses paths in stores that cannot be reached."""
+    for name, value in flatten(c.to_dict()).items():
+        for path in value.split(",") if isinstance(value, str) else ():
+            if is_remote(path):
+                check_reachable(f"config.{name}", path.strip())
 
 
 def check_mesh(c: ml_collections.ConfigDict, mesh: jax.sharding.Mesh) -> None:
