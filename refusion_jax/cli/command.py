@@ -44,11 +44,8 @@ def run(
 ) -> None:
     """Parses the flags and runs a command; whatever goes wrong ends in one line on stderr, see `guard`.
 
-    Args:
-      main: reads its flags from absl.flags.
-      help_texts: help texts, "config.a.b" -> text, for the keys of the config that --config names, if any.
-      names: of all keys of `--config`.
-      hidden: flags that --help leaves out, because what else is asked for has no use for them.
+    `help_texts` has the help of the keys of the config that --config names, if any, by "config.a.b"; `names` are all
+    keys of `--config`, `hidden` the flags that --help leaves out, because what else is asked for has no use for them.
     """
 
     def parse(argv: Sequence[str]) -> list[str]:

@@ -24,16 +24,10 @@ class Journal:
     """
 
     def __init__(self, path: Path, call: dict[str, str] | None, keys: Container[int] | None = None):
-        """Reads the answers of an earlier call that was interrupted.
+        """Reads the answers of an earlier call that was cut off; refuses what another process writes, or is no journal.
 
-        Args:
-          path: of the journal.
-          call: all that the answers depend on, as short texts by name; None: the caller checks that.
-          keys: the valid ones; None for keys that are texts, each with all that its answer depends on.
-
-        Raises:
-          UserError: where the file is the journal of another call, is being written by another process, or is no
-            journal.
+        `call` has all that the answers depend on, as short texts by name, and the journal of another call is refused;
+        None: the caller checks that. `keys` are the valid ones; None: texts, each with all that its answer depends on.
         """
         self.path, self._call = path, call
         self._log: AppendLog | None = None
@@ -59,12 +53,7 @@ class Journal:
             )
 
     def add(self, key: int | str, record: dict[str, Any]) -> None:
-        """Writes an answer.
-
-        Raises:
-          Failure: where it cannot be written; earlier answers stay in the file.
-          UserError: where another process has begun to write the same output.
-        """
+        """Writes an answer; Failure where it cannot be, and earlier ones stay. Refuses what another process writes."""
         try:
             if self._log is None:
                 self.path.parent.mkdir(parents=True, exist_ok=True)
