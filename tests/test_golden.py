@@ -21,11 +21,11 @@ from flax import nnx
 from helpers import SHIPPED, loss_terms
 
 from refusion_jax import DecodeSettings, UserError, decode, load_model
+from refusion_jax.batch.rows import Rows
 from refusion_jax.decoding.answers import Answer
 from refusion_jax.decoding.requests import Request, prepare
 from refusion_jax.systems.api import stream
-from refusion_jax.systems.refusion import slots
-from refusion_jax.systems.refusion.objective import hybrid_batch
+from refusion_jax.systems.refusion.objective import Noise, hybrid_batch
 
 GOLDEN = Path(os.environ.get("REFUSION_GOLDEN", SHARED / "golden" if (SHARED / "golden").exists() else SHIPPED))
 pytestmark = pytest.mark.skipif(
@@ -165,9 +165,9 @@ class Recorded:
             masked[row, prompt:end] = self["slot_masked"][row][slot] == 1
             order = [s for s in self["clean_order"][row].tolist() if s >= 0]
             rank[row, prompt:end] = [order.index(s) if s in order else 0 for s in slot]
-        rows = slots.Rows(*map(jnp.asarray, (tokens, segments, response)))
-        noise = slots.Noise(*map(jnp.asarray, (size, p, masked, rank)))
-        self.corrupted = jax.jit(slots.corrupt, static_argnums=2)(rows, noise, model().config.mask_token_id)
+        rows = Rows(*map(jnp.asarray, (tokens, segments, response)))
+        noise = Noise(*map(jnp.asarray, (size, p, masked, rank)))
+        self.corrupted = jax.jit(hybrid_batch, static_argnums=2)(rows, noise, model().config.mask_token_id)
 
     def __getitem__(self, name: str) -> np.ndarray:
         return self._arrays[self._prefix + name]
@@ -190,21 +190,24 @@ def test_corruption_given_the_recorded_draws_is_the_recorded_one():
     for batch in batches():
         c = jax.device_get(batch.corrupted)
         real = batch["attention_mask"] == 1
-        labels = np.where(c.clean_label | c.masked_label, c.labels, -100)
+        is_masked = c.weights["mdm"] > 0
+        has_label = is_masked | (c.weights["ar"] > 0)
+        labels = np.where(has_label, c.labels, -100)
         for ours, name in ((c.inputs, "out_input_ids"), (labels, "out_labels"), (c.positions, "out_position_ids")):
             np.testing.assert_array_equal(ours[batch.inside][real], batch[name][real], err_msg=name)
-        np.testing.assert_array_equal(c.masked_label[batch.inside][real], batch["out_masked"][real])
-        assert not (c.clean_label | c.masked_label)[batch.inside][~real].any()
-        np.testing.assert_allclose(c.mask_probability[batch.inside][:, 0], batch["out_p_mask"], rtol=1e-6)
-        np.testing.assert_array_equal(c.response_length[batch.inside][:, 0], batch["out_answer_lengths"])
+        np.testing.assert_array_equal(is_masked[batch.inside][real], batch["out_masked"][real])
+        assert not has_label[batch.inside][~real].any()
+        np.testing.assert_allclose(c.diagnostics["mask_ratio"][batch.inside][:, 0], batch["out_p_mask"], rtol=1e-6)
+        weight = 1 / (batch.shape[0] * batch["out_p_mask"] * batch["out_answer_lengths"])
+        masks = is_masked[batch.inside]
+        np.testing.assert_allclose(c.weights["mdm"][batch.inside], np.where(masks, weight[:, None], 0), rtol=1e-6)
 
 
 @functools.cache
 def loss_and_gradient():
     graphdef, _ = nnx.split(model())
 
-    def loss(params, c):
-        batch = hybrid_batch(c)
+    def loss(params, batch):
         logits = nnx.merge(graphdef, params)(batch.inputs, batch.positions, batch.visibility)
         terms = loss_terms(logits, batch)
         return terms["ar"] + terms["mdm"], (terms, logits)

@@ -14,7 +14,7 @@ from refusion_jax import UserError, log_likelihood
 from refusion_jax.evaluation.likelihood import likelihoods
 from refusion_jax.model.key_values import KeyValues
 from refusion_jax.systems.interface import ScoredText
-from refusion_jax.systems.refusion.objective import slot_scoring
+from refusion_jax.systems.refusion.likelihood import slot_scoring
 
 LENGTH = 64
 

@@ -9,16 +9,16 @@ from helpers import loss_terms
 from test_slots import packed
 
 from refusion_jax.batch.batch import Batch
+from refusion_jax.batch.rows import Rows
 from refusion_jax.config import make_objective
 from refusion_jax.systems.ar import NextToken
-from refusion_jax.systems.refusion import slots
-from refusion_jax.systems.refusion.objective import hybrid_batch
+from refusion_jax.systems.refusion.objective import Noise, draw_noise, hybrid_batch
 
 
-def rows_of(*rows: list[tuple[int, int]], row_length: int = 24) -> slots.Rows:
+def rows_of(*rows: list[tuple[int, int]], row_length: int = 24) -> Rows:
     """Packed rows with tokens a tiny model knows."""
     stacked = jax.tree.map(lambda *x: jnp.concatenate(x), *(packed(row, row_length) for row in rows))
-    return slots.Rows(stacked.tokens % 24 + 5, stacked.segment_ids, stacked.is_response)
+    return Rows(stacked.tokens % 24 + 5, stacked.segment_ids, stacked.is_response)
 
 
 def objective(name: str):
@@ -26,21 +26,21 @@ def objective(name: str):
     return make_objective(ml_collections.ConfigDict(config), MASK)
 
 
-def prepare(rows: slots.Rows, seed: int = 0, name: str = "refusion") -> Batch:
+def prepare(rows: Rows, seed: int = 0, name: str = "refusion") -> Batch:
     keys = jax.vmap(jax.random.fold_in, (None, 0))(jax.random.key(seed), jnp.arange(rows.tokens.shape[0]))
     return jax.jit(objective(name).corrupt)(rows, keys)
 
 
-drawn = jax.jit(slots.draw_noise, static_argnums=(2, 3))
+drawn = jax.jit(draw_noise, static_argnums=(2, 3))
 
 
 def test_hybrid_loss_is_the_formula_of_the_paper():
     """Against loops over documents and tokens, as the paper writes it."""
     rows = rows_of([(2, 7), (0, 5), (3, 4)], [(1, 9), (4, 10)])
     noise = drawn(jax.random.split(jax.random.key(4), 2), rows, (2, 3, 4), 1e-3)
-    c = jax.jit(slots.corrupt, static_argnums=2)(rows, noise, MASK)
-    logits = forward(tiny_model(), c.inputs, c.positions, causal(c.segment_ids))
-    terms = loss_terms(logits, hybrid_batch(c))
+    batch = jax.jit(hybrid_batch, static_argnums=2)(rows, noise, MASK)
+    logits = forward(tiny_model(), batch.inputs, batch.positions, causal(rows.segment_ids))
+    terms = loss_terms(logits, batch)
 
     log_p = np.array(jax.nn.log_softmax(logits))
     clean, masked, documents = [], 0.0, 0
@@ -51,10 +51,10 @@ def test_hybrid_loss_is_the_formula_of_the_paper():
             response = int(np.sum(rows.is_response[row, inside]))
             p = float(noise.mask_probability[row, inside[0]])
             for i in inside:
-                ce = -log_p[row, i, c.labels[row, i]]
-                if c.clean_label[row, i]:
+                ce = -log_p[row, i, batch.labels[row, i]]
+                if batch.weights["ar"][row, i]:
                     clean.append(ce)
-                elif c.masked_label[row, i]:
+                elif batch.weights["mdm"][row, i]:
                     masked += ce / (p * response)
     assert documents == 5
     assert clean
@@ -67,8 +67,8 @@ def test_hybrid_loss_is_the_formula_of_the_paper():
 def test_a_missing_kind_of_label_is_zero_and_leaves_the_gradient_finite(masked):
     rows = rows_of([(2, 7), (0, 5)])
     noise = drawn(jax.random.split(jax.random.key(0), 1), rows, (2, 3, 4), 1e-3)
-    noise = slots.Noise(noise.slot_size, noise.mask_probability, rows.is_response & masked, noise.rank)
-    assert_finite(hybrid_batch(slots.corrupt(rows, noise, MASK)), zero="ar" if masked else "mdm")
+    noise = Noise(noise.slot_size, noise.mask_probability, rows.is_response & masked, noise.rank)
+    assert_finite(hybrid_batch(rows, noise, MASK), zero="ar" if masked else "mdm")
 
 
 def test_a_batch_of_padding_is_zero_and_leaves_the_gradient_finite():

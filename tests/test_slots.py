@@ -7,13 +7,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from refusion_jax.systems.refusion import slots
+from refusion_jax.batch.batch import Batch
+from refusion_jax.batch.rows import Rows
+from refusion_jax.systems.refusion.objective import Noise, draw_noise, hybrid_batch
 
 MASK = 99
 SIZES = (2, 3, 4)
 
 
-def packed(documents: list[tuple[int, int]], row_length: int) -> slots.Rows:
+def packed(documents: list[tuple[int, int]], row_length: int) -> Rows:
     """One row of documents given as (prompt length, response length); every token's id is its index, from 100."""
     segments, response = np.zeros((1, row_length), np.int32), np.zeros((1, row_length), bool)
     start = 0
@@ -21,18 +23,18 @@ def packed(documents: list[tuple[int, int]], row_length: int) -> slots.Rows:
         segments[0, start : start + p + r] = segment
         response[0, start + p : start + p + r] = True
         start += p + r
-    return slots.Rows(jnp.arange(100, 100 + row_length)[None], jnp.array(segments), jnp.array(response))
+    return Rows(jnp.arange(100, 100 + row_length)[None], jnp.array(segments), jnp.array(response))
 
 
-def corrupt(rows: slots.Rows, seed: int, sizes=SIZES) -> tuple[slots.Noise, slots.Corrupted]:
+def corrupt(rows: Rows, seed: int, sizes=SIZES) -> tuple[Noise, Batch]:
     return jax.device_get(_corrupt(rows, seed, sizes))
 
 
 @functools.partial(jax.jit, static_argnames="sizes")
 def _corrupt(rows, seed, sizes):
     keys = jax.random.split(jax.random.key(seed), rows.tokens.shape[0])
-    noise = slots.draw_noise(keys, rows, sizes, 1e-3)
-    return noise, slots.corrupt(rows, noise, MASK)
+    noise = draw_noise(keys, rows, sizes, 1e-3)
+    return noise, hybrid_batch(rows, noise, MASK)
 
 
 ROW = 24
@@ -49,7 +51,7 @@ def test_corruption_is_a_permutation_that_keeps_every_token(docs, seed):
     rows = packed(docs, ROW)
     _, c = corrupt(rows, seed)
     segments, tokens = np.array(rows.segment_ids[0]), np.array(rows.tokens[0])
-    np.testing.assert_array_equal(c.segment_ids[0], segments)
+    np.testing.assert_array_equal(c.visibility.segment_ids[0], segments)
     starts = np.array([np.argmax(segments == s) for s in segments])
     text_index = starts + c.positions[0]  # where each physical token stands in the text
     assert sorted(text_index) == list(range(ROW))
@@ -57,7 +59,7 @@ def test_corruption_is_a_permutation_that_keeps_every_token(docs, seed):
     restored = np.zeros(ROW, np.int32)
     restored[text_index] = np.where(was_masked, c.labels[0], c.inputs[0])
     np.testing.assert_array_equal(restored, tokens)
-    np.testing.assert_array_equal(was_masked, c.masked_label[0])
+    np.testing.assert_array_equal(was_masked, c.weights["mdm"][0] > 0)
 
 
 @few
@@ -69,7 +71,7 @@ def test_order_is_prompt_then_clean_slots_whole_then_masked_in_text_order(docs, 
     for p, r in docs:
         k = noise.slot_size[0, start]
         span = slice(start, start + p + r)
-        positions, masked = c.positions[0, span], c.masked_label[0, span]
+        positions, masked = c.positions[0, span], c.weights["mdm"][0, span] > 0
         assert list(positions[:p]) == list(range(p))
         slot = (positions[p:] - p) // k
         n_clean = int((~masked[p:]).sum())
@@ -90,11 +92,11 @@ def test_the_example_of_the_docstring():
     p, a, b, c, d, e, f = range(100, 107)
     masked = jnp.array([[False] * 3 + [True] * 2 + [False] * 2])
     rank = jnp.array([[0, 7, 7, 5, 5, 2, 2]], jnp.uint32)
-    noise = slots.Noise(jnp.full((1, 7), 2), jnp.full((1, 7), 0.5), masked, rank)
-    got = jax.device_get(slots.corrupt(rows, noise, MASK))
+    noise = Noise(jnp.full((1, 7), 2), jnp.full((1, 7), 0.5), masked, rank)
+    got = jax.device_get(hybrid_batch(rows, noise, MASK))
     assert got.inputs[0].tolist() == [p, e, f, a, b, MASK, MASK]
     assert got.positions[0].tolist() == [0, 5, 6, 1, 2, 3, 4]
-    has_label = got.clean_label | got.masked_label
+    has_label = (got.weights["ar"] > 0) | (got.weights["mdm"] > 0)
     assert np.where(has_label, got.labels, -1)[0].tolist() == [-1, f, -1, b, -1, c, d]
 
 
@@ -113,7 +115,7 @@ def test_draws_have_the_distributions_of_the_method():
     for low, high in ((0.0, 0.25), (0.25, 0.5), (0.5, 0.75), (0.75, 1.0)):
         inside = (p >= low) & (p < high)
         assert np.mean(masked[inside]) == pytest.approx(np.mean(p[inside]), abs=0.06)
-    nothing_masked = ~c.masked_label[:, 12:].any(axis=1) & (noise.slot_size[:, 12] == 4)
+    nothing_masked = ~noise.is_masked[:, 12:].any(axis=1) & (noise.slot_size[:, 12] == 4)
     leads = c.positions[nothing_masked, 12] // 4  # which of three clean slots stands first
     assert len(leads) > 300
     for slot in range(3):

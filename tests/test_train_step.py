@@ -9,10 +9,10 @@ import pytest
 from conftest import MASK, tiny_config
 from flax import nnx
 
+from refusion_jax.batch.rows import Rows
 from refusion_jax.config import default_config, make_objective
 from refusion_jax.distributed import sharding
 from refusion_jax.model.transformer import Transformer, logical_axes
-from refusion_jax.systems.refusion import slots
 from refusion_jax.training.optimizer import make_optimizer, make_schedule
 from refusion_jax.training.train_step import (
     add_wide,
@@ -26,7 +26,7 @@ from refusion_jax.training.train_step import (
 BATCH, ROW, STEPS = 16, 24, 3
 
 
-def random_rows(step: int) -> slots.Rows:
+def random_rows(step: int) -> Rows:
     """Packed rows of documents of random lengths, with padding."""
     rng = np.random.default_rng(step)
     tokens = rng.integers(5, 30, (BATCH, ROW)).astype(np.int32)
@@ -38,7 +38,7 @@ def random_rows(step: int) -> slots.Rows:
             segments[row, start : start + length] = segment
             response[row, start + prompt : start + length] = True
             start, segment = start + length, segment + 1
-    return slots.Rows(tokens, segments, response)
+    return Rows(tokens, segments, response)
 
 
 @functools.cache

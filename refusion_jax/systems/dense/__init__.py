@@ -11,7 +11,7 @@ from refusion_jax.systems.dense.objective import DenseSlots
 from refusion_jax.systems.dense.planning import PlanAlone
 from refusion_jax.systems.interface import ConfigSection, ScoredText, ScoredTokens, Scoring, System
 from refusion_jax.systems.refusion import CLAIMS
-from refusion_jax.systems.refusion.objective import slot_scoring
+from refusion_jax.systems.refusion.likelihood import slot_scoring
 from refusion_jax.systems.refusion.reference import plan_and_infill
 
 

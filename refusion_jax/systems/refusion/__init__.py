@@ -9,8 +9,9 @@ from refusion_jax.model.shape import ModelConfig
 from refusion_jax.systems.interface import Claim, ConfigSection, Scoring, System
 from refusion_jax.systems.refusion.authors import ThresholdInfill
 from refusion_jax.systems.refusion.decoder import ExactInfill
+from refusion_jax.systems.refusion.likelihood import slot_scoring
 from refusion_jax.systems.refusion.loop import SlotDecoder
-from refusion_jax.systems.refusion.objective import SlotDiffusion, slot_scoring
+from refusion_jax.systems.refusion.objective import SlotDiffusion
 from refusion_jax.systems.refusion.reference import one_by_one, plan_and_infill
 from refusion_jax.systems.refusion.sequential import Sequential
 from refusion_jax.systems.refusion.settings import EXACT, THRESHOLD
