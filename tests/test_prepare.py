@@ -5,6 +5,7 @@ import json
 import os
 import random
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -226,6 +227,10 @@ def test_an_error_names_the_line_of_the_whole_file_and_leaves_nothing(tmp_path, 
         make(tokenizer_file, tmp_path / "bad.jsonl", tmp_path / "out")
     with pytest.raises(UserError, match="out is not finished: give `prepare` the same flags again"):
         PreparedRows(str(tmp_path / "out"))
+    shutil.copytree(tmp_path / "out", tmp_path / "spoilt")
+    (tmp_path / "spoilt" / "rows-00000.array_record").unlink()
+    with pytest.raises(UserError, match="rows-00000.array_record is not as it was made"):
+        make(tokenizer_file, tmp_path / "bad.jsonl", tmp_path / "spoilt", on_error="skip")
     manifest = make(tokenizer_file, tmp_path / "bad.jsonl", tmp_path / "out", on_error="skip")
     assert (manifest.documents, manifest.dropped) == (200, {"not JSON": 1})
     (dropped,) = [json.loads(line) for line in (tmp_path / "out" / "dropped.jsonl").read_text().splitlines()]

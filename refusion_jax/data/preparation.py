@@ -42,10 +42,7 @@ class NothingError(UserError):
 def plan_chunks(patterns: list[str], size: int, shuffle: bool = False) -> list[list[InputSplit]]:
     """The input in chunks of about `size` bytes, a function of the files alone; what two patterns match comes once.
 
-    With `shuffle` each chunk consists of parts of files that are drawn from all of them.
-
-    Raises:
-      UserError: where a pattern matches no file.
+    With `shuffle` each chunk consists of parts of files that are drawn from all of them. Refuses what matches no file.
     """
     parts: list[InputSplit] = []
     seen: set[str] = set()
@@ -193,6 +190,9 @@ class Preparation:
                 with (output / PROGRESS / f"dropped-{index:05}.jsonl").open("rb") as part:
                     shutil.copyfileobj(part, file)
         for split, directory in reversed(directories.items()):
+            for path, shard in ((directory / shard.file, shard) for shard in shards[split]):
+                if not path.exists() or path.stat().length != shard.bytes:  # made by an earlier run, and since spoilt
+                    raise UserError(f"{path} is not as it was made: delete {output}, and prepare the data again")
             for name, content in tokenizer.files.items():
                 write_file(directory / name, content)
             counts = ("rows", "documents", "segments", "tokens")
