@@ -10,7 +10,7 @@ from helpers import write_tokenizer
 from refusion_jax import DecodeSettings, UserError
 from refusion_jax.config import default_config
 from refusion_jax.config.model import model_config
-from refusion_jax.data.fast_tokenizer import load_tokenizer_file
+from refusion_jax.data.fast_tokenizer import find_tokenizer_file, load_tokenizer_file
 from refusion_jax.decoding.sampling import mask_logits
 from refusion_jax.decoding.settings import TokenIds
 from refusion_jax.model.shape import ModelConfig
@@ -77,3 +77,53 @@ def test_the_mask_token_is_the_one_that_is_named(tmp_path):
         assert (again.mask_id, again.size) == (plain.mask_id, plain.size)
     with pytest.raises(UserError, match=r"tokenizer.json has no mask token '<typo>': name one of its tokens"):
         load_tokenizer_file(file, "<typo>")
+
+
+def write_parts(path, merges=(), **changes):
+    """The directory of a tokenizer of Qwen2's without tokenizer.json, as ReFusion is released."""
+    tokenizer = json.loads(write_tokenizer(path).read_text())
+    (path / "tokenizer.json").unlink()
+    vocab = {piece: at for piece, at in tokenizer["model"]["vocab"].items() if len(piece) == 1}
+    vocab |= {left + right: len(vocab) + i for i, (left, right) in enumerate(merges)}
+    (path / "vocab.json").write_text(json.dumps(vocab))
+    (path / "merges.txt").write_text("#version: 0.2\n" + "".join(f"{left} {right}\n" for left, right in merges))
+    config = json.loads((path / "tokenizer_config.json").read_text())
+    names = [EOS, "<think>", "<|mask|>"]
+    added = {len(vocab) + i: {"content": name, "special": name != "<think>"} for i, name in enumerate(names)}
+    parts = {"tokenizer_class": "Qwen2Tokenizer", "eos_token": EOS, "added_tokens_decoder": added}
+    (path / "tokenizer_config.json").write_text(json.dumps(config | parts | changes))
+    return epath.Path(path)
+
+
+def test_vocabulary_and_merges_of_qwen2_are_read_where_there_is_no_tokenizer_json(tmp_path):
+    merges = [("1", "2"), ("?", "\u010a"), ("'", "S"), ("\u00c3", "\u00a9")]
+    tokenizer = load_tokenizer_file(find_tokenizer_file(write_parts(tmp_path / "parts", merges)), "<mask>")
+    assert (tokenizer.eos_id, tokenizer.mask_id, tokenizer.size, tokenizer.adds_mask) == (260, 262, 263, False)
+    texts = ["12", "a?\n", "a'S", "e\u0301", "<think>"]
+    pieces = [[tokenizer.name_of(token) for token in ids] for ids in tokenizer.encode(texts)]
+    assert pieces[:4] == [["1", "2"], ["a", "?\u010a"], ["a", "'S"], ["\u00c3\u00a9"]]  # a digit stands alone
+    assert tokenizer.encode_chat(["<think>x" + EOS]) == [[261, *tokenizer.encode(["x"])[0], 260]]
+    assert tokenizer.decode([*tokenizer.encode(["h\u00e9"])[0], 261, 260]) == "h\u00e9<think>"
+    for name, content in tokenizer.files.items():
+        (tmp_path / name).write_bytes(content)
+    again = load_tokenizer_file(find_tokenizer_file(epath.Path(tmp_path)), tokenizer.mask_id)
+    assert (again.files, again.encode(texts)) == (tokenizer.files, tokenizer.encode(texts))
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"tokenizer_class": "GPT2Tokenizer"}, "vocab.json of tokenizer_class='GPT2Tokenizer' is not supported"),
+        ({"added_tokens_decoder": {7: {"content": EOS}}}, r"vocab.json gives '<\|im_end\|>' another id than .*json, 7"),
+        ({"added_tokens_decoder": {"x": {"content": EOS}}}, "tokenizer_config.json: added_tokens_decoder.x"),
+    ],
+)
+def test_a_vocabulary_that_would_be_cut_otherwise_is_refused(changes, said, tmp_path):
+    with pytest.raises(UserError, match=said):
+        load_tokenizer_file(write_parts(tmp_path / "parts", **changes) / "vocab.json", "<mask>")
+
+
+def test_merges_that_are_not_there_are_named(tmp_path):
+    (write_parts(tmp_path / "parts") / "merges.txt").unlink()
+    with pytest.raises(UserError, match=r"merges.txt"):
+        load_tokenizer_file(epath.Path(tmp_path / "parts" / "vocab.json"), "<mask>")

@@ -1,4 +1,4 @@
-"""Hugging Face fast tokenizers (tokenizer.json), with their chat template."""
+"""Tokenizers of Hugging Face (tokenizer.json; vocab.json and merges.txt of Qwen2's), with their chat template."""
 
 import hashlib
 import json
@@ -19,10 +19,16 @@ from refusion_jax.distributed.storage import read_file
 MASK_TOKEN = "<|mask|>"  # ReFusion's on Qwen3's vocabulary
 THINKING = {"unset": None, "true": True, "false": False}  # of `enable_thinking`, which some chat templates ask for
 _KINDS = ("bos", "eos", "pad")
+# Classes whose vocab.json and merges.txt are Qwen2's, and how these cut a text before they merge bytes.
+_QWEN2 = ("Qwen2Tokenizer", "Qwen2TokenizerFast", "DreamTokenizer")
+_WORDS = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
 
 
 class _Token(pydantic.BaseModel):
     content: str
+    special: bool = False
 
 
 class _Config(pydantic.BaseModel):
@@ -30,6 +36,8 @@ class _Config(pydantic.BaseModel):
 
     model_config = pydantic.ConfigDict(strict=True)
 
+    tokenizer_class: str | None = None
+    added_tokens_decoder: dict[int, _Token] = {}
     chat_template: str | None = None
     enable_thinking: bool | None = None  # ours: how a model was trained
     add_bos_token: bool | None = None  # whether texts begin with it; None: as tokenizer.json has it
@@ -49,7 +57,7 @@ class _Config(pydantic.BaseModel):
 
 
 class FastTokenizer(Tokenizer):
-    """A tokenizer.json with the tokenizer_config.json in its directory.
+    """A tokenizer.json, or a vocab.json and merges.txt, with the tokenizer_config.json in its directory.
 
     Where it has no mask token one is added after its vocabulary, as ReFusion does with Qwen3's. A prompt becomes the
     turn of a user in the chat template, or stays as it is where there is none. Special tokens are never produced from
@@ -57,25 +65,25 @@ class FastTokenizer(Tokenizer):
     """
 
     def __init__(self, path: epath.Path, mask_piece: str | int, thinking: bool | None = None):
-        """Reads the files.
+        """Reads the files, of which `path` is tokenizer.json or vocab.json.
 
         Args:
-          path: tokenizer.json.
           mask_piece: the mask token, by its name or its id; MASK_PIECE, or an id that has no token: what the files say.
           thinking: `enable_thinking` of the chat template. None: that of tokenizer_config.json, where the tokenizer of
             a run keeps it; if it has none, the template does not get that name.
         """
-        content, self._path = read_file(path), path
-        self.left_out = {}
+        self._path, self.left_out = path, {}
+        file = path.with_name("tokenizer_config.json")
+        self._config_content = read_file(file)
+        config = parse_json(self._config_content, _Config, f"{file}", extra="ignore")
         try:
-            self._tokenizer = tokenizers.Tokenizer.from_str(content.decode())
+            self._tokenizer = _read_tokenizer(path, config)
+        except UserError:
+            raise
         except Exception as error:  # it raises nothing more precise
             raise UserError(f"{path} is not a Hugging Face tokenizer: {first_line(error)}") from error
         self._tokenizer.no_truncation()  # of a file for other uses: texts are never cut or filled up here
         self._tokenizer.no_padding()
-        file = path.with_name("tokenizer_config.json")
-        self._config_content = read_file(file)
-        config = parse_json(self._config_content, _Config, f"{file}", extra="ignore")
         if thinking not in (None, config.enable_thinking):
             config.enable_thinking = thinking
             changed = json.loads(self._config_content) | {"enable_thinking": thinking}
@@ -196,6 +204,28 @@ class FastTokenizer(Tokenizer):
         return self._tokenizer.id_to_token(token)
 
 
+def _read_tokenizer(path: epath.Path, config: _Config) -> tokenizers.Tokenizer:
+    """The tokenizer in tokenizer.json, or of vocab.json and merges.txt, as ReFusion and Dream are released."""
+    content = read_file(path).decode()
+    if path.name != "vocab.json":
+        return tokenizers.Tokenizer.from_str(content)
+    if config.tokenizer_class not in _QWEN2:
+        raise UserError(f"{path} of tokenizer_class={config.tokenizer_class!r} is not supported: save a tokenizer.json")
+    lines = read_file(path.with_name("merges.txt")).decode().split("\n")
+    merges = [tuple(line.split()) for line in lines if line.strip() and not line.startswith("#version")]
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE(json.loads(content), merges))
+    tokenizer.normalizer = tokenizers.normalizers.NFC()
+    words = tokenizers.pre_tokenizers.Split(tokenizers.Regex(_WORDS), "isolated")
+    as_bytes = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Sequence([words, as_bytes])
+    tokenizer.decoder = tokenizers.decoders.ByteLevel()
+    for token_id, token in sorted(config.added_tokens_decoder.items()):
+        (tokenizer.add_special_tokens if token.special else tokenizer.add_tokens)([token.content])
+        if tokenizer.token_to_id(token.content) != token_id:
+            raise UserError(f"{path} gives {token.content!r} another id than tokenizer_config.json, {token_id}")
+    return tokenizer
+
+
 def load_tokenizer_file(path: epath.PathLike, mask_piece: str | int, thinking: str = "unset") -> Tokenizer:
     """A tokenizer of either kind: tokenizer.json is Hugging Face's, anything else a sentencepiece model.
 
@@ -213,7 +243,7 @@ def load_tokenizer_file(path: epath.PathLike, mask_piece: str | int, thinking: s
 
 def find_tokenizer_file(directory: epath.Path) -> epath.Path | None:
     """The tokenizer file of a directory, if it has one."""
-    candidates = (directory / name for name in ("tokenizer.model", "tokenizer.json"))
+    candidates = (directory / name for name in ("tokenizer.model", "tokenizer.json", "vocab.json"))
     return next((path for path in candidates if path.exists()), None)
 
 
