@@ -219,3 +219,12 @@ def test_an_environment_that_names_only_some_peers_is_refused(monkeypatch, varia
         monkeypatch.setenv(name, value)
     with pytest.raises(UserError, match=said):
         processes.initialize()
+
+
+def test_the_only_host_of_a_tpu_in_a_container_asks_nobody_for_others():
+    """Colab's and Kaggle's say that they are alone; JAX would ask a server that such containers do not reach."""
+    code = "from jax._src.clusters import cloud_tpu_cluster\ncloud_tpu_cluster.running_in_cloud_tpu_vm = True\n"
+    code += "from refusion_jax.distributed.processes import together\nwith together(): pass"
+    env = os.environ | {"TPU_WORKER_HOSTNAMES": "localhost", "GCE_METADATA_IP": "127.0.0.1:1"}
+    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr

@@ -43,7 +43,8 @@ def together(peer_seconds: float = 300.0, lost_seconds: int = 60) -> Iterator[No
     """
     if os.environ.get("JAX_PLATFORMS") == "cpu":
         os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")  # on one host of a pod, on its CPU: the pod is not meant
-    if _explicit() or any(env.is_env_present() for env in ClusterEnv._cluster_types if not env.opt_in_only_method):
+    automatic = (env for env in ClusterEnv._cluster_types if not env.opt_in_only_method)
+    if _explicit() or not _is_alone() and any(env.is_env_present() for env in automatic):
         _go_on_in_a_child()
     initialize(peer_seconds, lost_seconds)
     try:
@@ -75,6 +76,8 @@ def initialize(peer_seconds: float = 300.0, lost_seconds: int = 60) -> None:
     Refuses an environment that names some of them, but not enough to find them, or a port that is in use.
     """
     given = _explicit()
+    if not given and _is_alone():
+        return
     if given and given[2] == 0:
         _check_port(given[0])
     came = threading.Event()
@@ -164,6 +167,15 @@ def _explicit() -> tuple[str, int, int] | None:
     if not host or not _is_number(port) or not 0 < int(port) < 65536:
         raise UserError(f"JAX_COORDINATOR_ADDRESS={address} must be host:port, with a port from 1 to 65535")
     return address, *map(int, numbers)
+
+
+def _is_alone() -> bool:
+    """Whether this is the only host of a TPU in a container, as those of Colab and Kaggle are.
+
+    JAX would ask Google's metadata server for the number of slices, which many containers do not reach.
+    """
+    hosts = os.environ.get("TPU_PROCESS_ADDRESSES") or os.environ.get("TPU_WORKER_HOSTNAMES") or ","
+    return "," not in hosts and not os.environ.get("MEGASCALE_NUM_SLICES")
 
 
 def _is_number(text: str) -> bool:
