@@ -105,15 +105,9 @@ def host_batches(
 ) -> Iterator[dict[str, np.ndarray]]:
     """Yields one host's part of each step's batch: tokens, segment_ids and is_response, [H, T] each.
 
-    Threads read ahead. Nothing but the named rows is read.
-
-    Args:
-      rows: the data set.
-      local: [H] the rows of the global batch that this host's devices hold.
-      batch_size: B.
-      seed: of the shuffle.
-      first_step, last_step: where to begin, in constant time, and one after the last.
-      batch_of: which batch of the order a step trains on; its own unless rows are left out.
+    Threads read ahead. Nothing but the `local` rows of a global batch is read, those that this host's devices hold. To
+    begin at `first_step` takes constant time; `last_step` is excluded. Where rows are left out, `batch_of` says which
+    batch of the order a step trains on.
     """
     order = row_order(rows, seed)
 

@@ -212,16 +212,7 @@ def become(job: dict) -> None:
 
 
 def judge(job: dict, program: int, directory: int) -> dict:
-    """Waits for the program.
-
-    Args:
-      job: what is run.
-      program: its process.
-      directory: descriptor of its directory in /proc.
-
-    Returns:
-      Its exit code, and whether it passed.
-    """
+    """Waits for the program, whose directory in /proc is open: its exit code, and whether it passed."""
     begun = None
     while True:
         ended, status = os.waitpid(-1, os.WUNTRACED)

@@ -27,14 +27,8 @@ def abstract_transformer(
 ) -> tuple[nnx.GraphDef, dict[str, Any]]:
     """The structure of a model, and a `jax.ShapeDtypeStruct` of every weight with its sharding.
 
-    SettingError where the mesh cannot split a weight evenly.
-
-    Args:
-      config: its shape.
-      dtype: of weights and computation.
-      mesh: that the weights are split over; its devices may be abstract.
-      flags: prefix of the flags that set the mesh, for error messages.
-      head_rows, weights, cache: see `Transformer.with_head_rows` and `Transformer.rounded`.
+    SettingError, naming flags by the prefix `flags`, where the mesh cannot split a weight evenly; its devices may be
+    abstract. `head_rows`, `weights` and `cache`: see `Transformer.with_head_rows` and `Transformer.rounded`.
     """
     model = nnx.eval_shape(
         lambda: Transformer(config, nnx.Rngs(0), dtype).rounded(weights, cache).with_head_rows(head_rows)

@@ -39,16 +39,10 @@ def cache_attention(
     fed: Int32[Array, "B"],
     interpret: bool = False,
 ) -> Float[Array, "B T N H"]:
-    """`cached_attention` on every chip's own rows and heads.
+    """`cached_attention` on every chip's own rows and heads, of one layer of a cache of all layers.
 
-    Args:
-      q, k, v: of new tokens.
-      visible: which of the new tokens each one sees.
-      cached_k, cached_v: of the tokens before them, of all layers.
-      layer: whose entries are read.
-      length: the leading entries of a row that all of its new tokens see.
-      fed: the leading tokens of a row that count; heads of the others mean nothing.
-      interpret: emulate the kernel on another platform, for tests.
+    `length` are the leading entries of a row that all of its new tokens see, and `fed` the leading tokens of a row that
+    count; heads of the others mean nothing. `interpret` emulates the kernel on another platform, for tests.
     """
     B, T, N, H = q.shape
     K, G = k.shape[2], N // k.shape[2]

@@ -102,7 +102,6 @@ def read_model_config(
     """The shape that config.json describes.
 
     Args:
-      path: the directory.
       tokenizer: of the model; rows of the embedding after its ids are padding and never predicted. Where it has more
         ids than the embedding has rows, the result has rows for all of them (a multiple of 128, to split evenly).
       mask_token_id: by default config.json's, else the tokenizer's; -1 in the result where nobody has one.

@@ -38,12 +38,9 @@ def norm(x: Float[Array, "*axes D"], scale: Float[Array, "D"], c: ModelConfig) -
 
 
 class Layers(nnx.Module):
-    """The weights of some layers, stacked: every array begins with the `layers` axis.
+    """The weights of layers `first` to below `end`, stacked: every array begins with the `layers` axis.
 
-    Args:
-      config: of the model.
-      rngs: of the initial weights.
-      first, end: numbers of the layers, the last one excluded. They have experts if the first has some.
+    They have experts if the first has some.
     """
 
     outputs_first = False  # see `put_outputs_first`

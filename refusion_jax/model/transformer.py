@@ -35,13 +35,8 @@ from refusion_jax.model.stack import Layers, norm
 class Transformer(nnx.Module):
     """A decoder-only transformer. The caller supplies the attention mask. It computes in `dtype`; logits are float32.
 
-    Args:
-      config: its shape.
-      rngs: of the initial weights.
-      dtype: of computation.
-      remat: which of `remat.REMAT_POLICIES` the backward pass follows.
-      backend: one of `packed_attention.BACKENDS`, for packed rows.
-      quantization: "int8", of products with weights of layers, for training (int8_training.py), or "none".
+    `remat` is one of `remat.REMAT_POLICIES`, `backend` one of `packed_attention.BACKENDS`, for packed rows, and
+    `quantization` "int8", of products with weights of layers, for training (int8_training.py), or "none".
     """
 
     head_rows = 0  # rows of the output head that the logits of a token are computed of; 0: all
@@ -118,14 +113,8 @@ class Transformer(nnx.Module):
         The cache is only read: the caller decides which of the new keys and values to keep. Of a cache in int8 the new
         ones are rounded before any token sees them: what is seen does not depend on how tokens fall into forwards.
 
-        Args:
-          tokens: the new ones.
-          positions: of each in its text.
-          cached: keys and values of S entries per row, [L, B, K, S, H].
-          length: the leading cached entries that every new token of the row sees.
-          visible: which of the new tokens each new token sees.
-          ragged: the new tokens that count, to leave the others out. What is returned is packed then, the keys and
-            values too.
+        Every new token sees the leading `length` of the S entries of its row, [L, B, K, S, H], and those new ones that
+        `visible` says. `ragged`, the new tokens that count, leaves the others out; what is returned is packed then.
 
         Returns:
           ([B, T, D], as `logits` takes it; keys and values of the new tokens, [L, B, T, K, H]).
