@@ -5,9 +5,11 @@ REFUSION_AXE names. Screenshots go to the directory REFUSION_SCREENSHOTS, if tha
 """
 
 import itertools
+import json
 import os
 import re
 import shutil
+import urllib.request
 from pathlib import Path
 
 import numpy as np
@@ -102,6 +104,24 @@ def test_the_page_of_the_server_answers(browser, trained_run):
         WebDriverWait(browser, 60).until(lambda b: b.execute_script(ended))
         assert browser.find_element("css selector", "article:not(.user) .figures").text
         look(browser, "chat_answered")
+        browser.get("about:blank")
+
+
+def test_all_fields_of_requests_are_told_without_a_network(browser, trained_run):
+    from selenium.webdriver.support.ui import WebDriverWait
+
+    with serving(f"--checkpoint={trained_run}", *CHAT) as address:
+        browser.get(f"{address}/docs")
+        WebDriverWait(browser, 20).until(lambda b: b.find_elements("tag name", "dt"))
+        with urllib.request.urlopen(f"{address}/openapi.json") as answer:
+            told = json.load(answer)
+        text = browser.find_element("tag name", "main").text
+        assert all(path in text for path in told["paths"])
+        for schema in told["components"]["schemas"].values():
+            for name, field in schema.get("properties", {}).items():
+                assert f"{name}: " in text
+                assert field.get("description", "") in text
+        look(browser, "docs")
         browser.get("about:blank")
 
 

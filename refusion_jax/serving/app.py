@@ -25,7 +25,7 @@ from refusion_jax.serving.writer import Delta
 def make_app(service: Service, access: Access, version: str) -> FastAPI:
     """The server as an ASGI application; the engine is started and ended by the caller."""
     checks = [Depends(KeyCheck(access.keys))] if access.keys else []
-    # FastAPI's /docs loads its scripts from elsewhere.
+    # FastAPI's own /docs loads its scripts from elsewhere.
     app = FastAPI(title="refusion_jax", version=version, docs_url=None, redoc_url=None, dependencies=checks)
     parsed = functools.partial(_parsed, service, anyio.CapacityLimiter(1))
     structured = anyio.CapacityLimiter(4)
@@ -34,7 +34,8 @@ def make_app(service: Service, access: Access, version: str) -> FastAPI:
         """Few for structured answers: a grammar may take seconds, and the first ones wait for programs."""
         return structured if body.constraints else None
 
-    app.add_route("/", _page)
+    app.add_route("/", functools.partial(_page, "page.html"))
+    app.add_route("/docs", functools.partial(_page, "docs.html"))
     handle_errors(app, service.engine.settings.cache_length)
     guard_access(app, access)
     described = {"id": service.name, "object": "model", "created": int(time.time()), "owned_by": "refusion_jax"}
@@ -135,15 +136,15 @@ def _said(delta: Delta) -> dict[str, Any]:
 
 _SMALL = 1 << 13  # bytes, of which any take a millisecond at most
 _REFERENCE = "#/components/schemas/{model}"
-_POLICY = (  # of the page, which talks to the routes that every client has, and loads nothing else
+_POLICY = (  # of pages, which talk to the routes that every client has, and load nothing else
     "default-src 'none'; connect-src 'self'; img-src data:; style-src 'unsafe-inline'; script-src 'unsafe-inline'; "
     "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 )
 
 
-async def _page(request: Request) -> HTMLResponse:
+async def _page(file: str, request: Request) -> HTMLResponse:
     """For people; without a key, as it holds no data."""
-    html = resources.files("refusion_jax.serving").joinpath("page.html").read_text("utf-8")
+    html = resources.files("refusion_jax.serving").joinpath(file).read_text("utf-8")
     return HTMLResponse(html, headers={"Content-Security-Policy": _POLICY})
 
 
