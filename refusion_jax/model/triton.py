@@ -34,8 +34,8 @@ def triton_attention(
     cuDNN has packed rows as well, but for a number of documents a row that is compiled in and that its residuals grow
     with, on Hopper and later alone; and what JAX 0.10 makes of its offsets is wrong where key heads are fewer.
 
-    The pattern is causal or bidirectional, and T a multiple of 128. `backward_tile` is the side of tiles of the backward
-    pass; None: the fastest one known for the GPU at hand. `interpret` emulates the kernel elsewhere, for tests.
+    The pattern is causal or bidirectional, and T a multiple of 128. `backward_tile` is the side of tiles of the
+    backward pass; None: the fastest one known for the GPU at hand. `interpret` emulates the kernel, for tests.
     """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # JAX 0.11 names tokamax as the kernel's new home
