@@ -24,7 +24,7 @@ from refusion_jax.checkpoints import checksums
 from refusion_jax.checkpoints import manager as checkpoints_module
 from refusion_jax.checkpoints.directory import TEMPORARY, find_step, is_complete, saved_steps
 from refusion_jax.checkpoints.manager import Checkpoints
-from refusion_jax.checkpoints.weights import restore_params
+from refusion_jax.checkpoints.weights import restore_params, stored_dtype
 from refusion_jax.cli.errors import Failure
 from refusion_jax.distributed import sharding
 from refusion_jax.model.transformer import Transformer, logical_axes
@@ -207,8 +207,11 @@ def test_a_flipped_bit_is_said_with_the_file_and_a_run_goes_on_from_the_one_befo
         assert str(path.relative_to(tmp_path)) in checkpoints.skipped[2]
         assert "checksum does not match" in checkpoints.skipped[2]
     state = make_state(1)
-    with pytest.raises(UserError, match="checkpoint 2 cannot be read .*checksum does not match.* name another step"):
+    damaged = "checkpoint 2 cannot be read .*checksum does not match.* name another step"
+    with pytest.raises(UserError, match=damaged):
         restore_params(tmp_path, target(state.params))  # answers of an older one would pass for the newest's
+    with pytest.raises(UserError, match=damaged):
+        stored_dtype(tmp_path)
     assert_equal(restore_params(step.with_name("1"), target(state.params)), state.params)
 
 

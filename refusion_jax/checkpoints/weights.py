@@ -49,8 +49,7 @@ def open_params(path: epath.Path, target: Any) -> Callable[[tuple[str, ...], sli
 
 def stored_dtype(path: epath.Path) -> str:
     """The dtype of the weights of the newest step, or of the step that is named: "float32" or "bfloat16"."""
-    stored = ocp.StandardCheckpointHandler().metadata(find_step(path)[1] / "params")
-    return "bfloat16" if {str(x.dtype) for x in jax.tree.leaves(stored)} == {"bfloat16"} else "float32"
+    return "bfloat16" if {str(x.dtype) for x in jax.tree.leaves(_stored(path))} == {"bfloat16"} else "float32"
 
 
 def save_params(workdir: epath.Path, params: Any) -> None:
@@ -64,13 +63,7 @@ def save_params(workdir: epath.Path, params: Any) -> None:
 
 def _find_params(path: epath.Path, target: Any) -> epath.Path:
     """The directory of the weights; refuses those that are damaged, or have other shapes than the target."""
-    workdir, step = find_step(path)
-    try:
-        check_whole(step, ("params",))
-        there = ocp.StandardCheckpointHandler().metadata(step / "params")
-    except Exception as error:  # a torn checkpoint can fail in any way
-        why = f"checkpoint {step.name} cannot be read ({first_line(error)})"
-        raise UserError(f"{path}: {why}; name another step in {step.parent}, if there is one") from error
+    there, (workdir, step) = _stored(path), find_step(path)
     found, wanted = (
         {jax.tree_util.keystr(path): tuple(x.shape) for path, x in jax.tree.leaves_with_path(tree)}
         for tree in (there, target)
@@ -80,3 +73,14 @@ def _find_params(path: epath.Path, target: Any) -> epath.Path:
             misfit = f"{name} has shape {found.get(name, 'none')} instead of {wanted.get(name, 'none')}"
             raise UserError(f"{step}: {misfit}: this is not the model that {workdir / 'model.json'} describes")
     return step / "params"
+
+
+def _stored(path: epath.Path) -> Any:
+    """What is told of the weights that are stored; refuses those that are damaged."""
+    step = find_step(path)[1]
+    try:
+        check_whole(step, ("params",))
+        return ocp.StandardCheckpointHandler().metadata(step / "params")
+    except Exception as error:  # a torn checkpoint can fail in any way
+        why = f"checkpoint {step.name} cannot be read ({first_line(error)})"
+        raise UserError(f"{path}: {why}; name another step in {step.parent}, if there is one") from error
