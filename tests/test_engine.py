@@ -1,7 +1,9 @@
 """What serves requests, without HTTP: rows shared by callers, and text that is told once it is certain."""
 
 import dataclasses
+import itertools
 import threading
+import time
 
 import hypothesis
 import jax
@@ -16,7 +18,7 @@ from refusion_jax.decoding.answers import Answer
 from refusion_jax.decoding.requests import prepare
 from refusion_jax.decoding.stops import Stops
 from refusion_jax.decoding.trajectory import forwards_of
-from refusion_jax.serving.engine import MOST_WAITING, Engine
+from refusion_jax.serving.engine import MOST_WAITING, OFTEN, Engine
 from refusion_jax.serving.jobs import BusyError, FailedError, Job
 from refusion_jax.serving.writer import Writer
 from refusion_jax.systems.api import decoder_for
@@ -116,6 +118,20 @@ def test_short_answers_do_not_wait_for_a_long_one(engine):
     assert told.wait(13) == [*range(12), "long"]
     answers = dict(told.finished)
     assert answers["long"].tokens == decode(model, [long], own).tokens[0]
+
+
+def test_an_answer_is_shown_as_it_is_written_but_no_more_often_than_people_can_read(engine):
+    engine, *_ = engine
+    told, times = Told(), []
+
+    def watch(answer):
+        times.append(time.monotonic())
+        return True
+
+    engine.submit([told.job("shown", request_of(engine, [BOS, 5], 96), watch, is_watched=True)])
+    told.wait(1)
+    assert len(times) > 1
+    assert all(after - before >= OFTEN / 2 for before, after in itertools.pairwise(times[:-1]))
 
 
 def test_a_lossless_decoder_is_served_and_so_are_the_gaps_that_it_fills():

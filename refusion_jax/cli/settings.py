@@ -4,6 +4,8 @@ Config keys and decode settings are both declared so; `--help`, the checks and t
 """
 
 import dataclasses
+import functools
+import operator
 import sys
 from typing import Any
 
@@ -67,10 +69,10 @@ class Setting:
             example = ",".join(map(str, self.default))
             return f"must be one or more whole sizes of {self.at_least} to {self.at_most}, such as ({example})"
         for limit, holds, words in (
-            (self.at_least, lambda x, y: x >= y, "at least"),
-            (self.above, lambda x, y: x > y, "above"),
-            (self.at_most, lambda x, y: x <= y, "at most"),
-            (self.below, lambda x, y: x < y, "below"),
+            (self.at_least, operator.ge, "at least"),
+            (self.above, operator.gt, "above"),
+            (self.at_most, operator.le, "at most"),
+            (self.below, operator.lt, "below"),
         ):
             if limit is not None and not holds(value, limit):
                 return f"must be {words} {limit:g}" if isinstance(limit, float) else f"must be {words} {limit}"
@@ -87,11 +89,13 @@ def setting(default: Any, help: str, *, scope: str = "row", **limits: Any) -> An
     return dataclasses.field(default=default, metadata={"setting": declared, "scope": scope})
 
 
+@functools.cache
 def declared(owner: type) -> dict[str, Setting]:
     """The settings that a dataclass declares by `setting`, by name."""
     return {f.name: f.metadata["setting"] for f in dataclasses.fields(owner) if "setting" in f.metadata}
 
 
+@functools.cache
 def scope(owner: type, name: str) -> set[str]:
     """Names of a dataclass's settings with this scope."""
     return {f.name for f in dataclasses.fields(owner) if f.metadata.get("scope") == name}

@@ -27,7 +27,8 @@ def read_answer(
     positions, tokens = record.positions[: record.count].tolist(), record.tokens[: record.count].tolist()
     text = dict(zip(positions, tokens, strict=True))
     end = min((at for at, token in text.items() if token == eos_id), default=None)
-    text |= {at: token for token, at in zip(*request.given, strict=True) if at >= len(request.prompt)}
+    for given, own in request.parts[1:]:  # without the prompt, which may be long
+        text |= {} if own is None else dict(zip(given, map(int, own), strict=True))
     places = [at for at in sorted(text) if end is None or at <= end]
     if is_ended:
         places = [at for number, at in enumerate(places, len(request.prompt)) if number == at]

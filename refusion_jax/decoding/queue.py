@@ -218,7 +218,7 @@ class RunningBatch:
         some = dict(zip(rows, requests, strict=True))
         new = newcomers(some, size, self.rows, self._decoder, self._prefixes, blocks)
         self.known[rows] = new.known
-        left = max(len(request.given[0]) for request in requests) - new.known
+        left = max(request.given_length for request in requests) - new.known
         self._prefill(new, self._short if left <= self._short.decoder.chunk else self._compiled)
         return rows
 

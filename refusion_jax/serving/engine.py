@@ -9,6 +9,7 @@ import collections
 import dataclasses
 import functools
 import threading
+import time
 import traceback
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -27,8 +28,9 @@ from refusion_jax.serving.jobs import BusyError, FailedError, Job
 from refusion_jax.serving.sizes import kept_blocks
 from refusion_jax.systems.api import as_decoded, decoder_for
 
-LOOK = 8  # forwards between two reports to those who are shown an answer as it is written
+LOOK = 8  # forwards between two looks at what the rows have decoded
 SOON = 2  # the same while a row is free, for whoever comes
+OFTEN = 0.03  # seconds between two reports to who is shown an answer as it is written: more than anybody can read
 MOST_WAITING = 4096  # jobs besides those in the batch
 
 
@@ -133,9 +135,9 @@ class Engine:
 
     def check_prompt(self, tokens: Sequence[int], name: str, more: int) -> None:
         """Raises UserError where the model cannot read a prompt, of that name, with so many tokens after it."""
-        check_tokens(name, tokens, self._config.num_tokens)
         if len(tokens) + more > (most := self.settings.cache_length):
             raise UserError(f"{name}: has {len(tokens)} tokens, of at most {most - more} before {more} more")
+        check_tokens(name, tokens, self._config.num_tokens)
 
     def constrained(self, grammar: Matcher) -> "Engine":
         """The engine of requests with grammars, made and compiled for the first of them.
@@ -254,10 +256,8 @@ class Engine:
         batch, rows = self._batch, self._rows
         while (some := self._take(len(batch.free), is_idle=not rows and not self._read)) is not None:
             self._taken = some
-            admitted = batch.admit([job.request for job in some])
-            rows |= zip(admitted, some, strict=True)
-            for row in admitted:
-                rows[row].cached = int(batch.known[row])
+            for row, job in zip(batch.admit([job.request for job in some]), some, strict=True):
+                rows[row], job.cached = job, int(batch.known[row])
             if rows:
                 by_forward = any(job.by_forward for job in rows.values())
                 # 0 forwards show what an admission commits.
@@ -276,10 +276,12 @@ class Engine:
                 done = [row for row in rows if not progress.active[row]]
                 dropped = [row for row, job in rows.items() if progress.active[row] and job.is_over]
                 batch.stop(dropped)
+                now = time.monotonic()
+                shown = {row for row, job in rows.items() if job.is_watched and now - job.told >= OFTEN}
                 self._read = [
                     (job, progress.of(row), not progress.active[row])
                     for row, job in rows.items()
-                    if not job.is_over and (job.is_watched or not progress.active[row])
+                    if not job.is_over and (row in shown or job.by_forward or not progress.active[row])
                 ]
                 for row in (*done, *dropped):
                     del rows[row]
@@ -316,6 +318,7 @@ class Engine:
     def _report(self, job: Job, outcome: Any, is_finished: bool) -> None:
         if job.is_over:
             return
+        job.told = time.monotonic()
         answer = read_answer(job.request, *outcome, self._decoder.ids.eos_id, is_ended=not is_finished)
         try:
             goes_on = job.report(answer, is_finished)

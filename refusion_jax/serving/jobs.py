@@ -27,3 +27,4 @@ class Job:
     is_over: bool = False  # answered, or not wanted any more
     cached: int = 0  # leading tokens of the prompt whose keys and values were there already
     caller: object = None  # the same for all jobs that were submitted together
+    told: float = 0.0  # when it was reported last, by `time.monotonic`

@@ -85,10 +85,8 @@ class Service:
 
     def chat(self, body: Chat) -> list[Choice]:
         """The answers to a conversation: n of them; UserError where a field cannot be served."""
-        turns, tools = (
-            [one.turn for one in body.messages],
-            [tool.model_dump(exclude_unset=True) for tool in body.offered],
-        )
+        turns = [one.turn for one in body.messages]
+        tools = [tool.model_dump(exclude_unset=True) for tool in body.offered]
         if tools or any("tool_calls" in turn for turn in turns):
             self._check_tools()
         for number, turn in enumerate(turns):
