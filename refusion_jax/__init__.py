@@ -3,6 +3,7 @@
 import gc
 import importlib
 import sys
+from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # the types of what `__getattr__` finds
@@ -17,10 +18,21 @@ if TYPE_CHECKING:  # the types of what `__getattr__` finds
 
 __version__ = "0.1.0"
 
-if sys.argv[:1] == ["-m"]:  # a command, of which only the packages around it are imported so far
+if sys.argv[:1] == ["-m"] and any("refusion_jax." in word for word in sys.orig_argv):  # a command begins
     # What imports make stays: to look at it for garbage took a third of the processor time until a command began (2.8 s
     # of `train --help`, and 1.8 without). cli/command.py turns the collector on again.
     gc.disable()
+
+    def _tell(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        """Ends a command that fails, or is interrupted, while it is imported as one that does later."""
+        from refusion_jax.cli import command
+
+        def fail() -> None:
+            raise error
+
+        command.guard(fail)
+
+    sys.excepthook = _tell
 
 # Imported when first used: a process that only prepares data needs neither JAX nor the 200 MB that it takes.
 _HOME = {

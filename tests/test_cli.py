@@ -134,6 +134,13 @@ def test_a_platform_that_is_not_here_is_told_in_one_line():
     assert re.fullmatch(r"error: the environment: .*cuda.*\n", ended.stderr)
 
 
+def test_a_variable_that_jax_refuses_is_told_in_one_line():
+    line = [sys.executable, "-m", "refusion_jax.goodput", "--workdir=none"]
+    ended = subprocess.run(line, cwd=ROOT, capture_output=True, text=True, env=os.environ | {"JAX_DEBUG_NANS": "x"})
+    assert (ended.returncode, ended.stderr.count("\n")) == (2, 1)
+    assert re.match("error: the environment: .*'JAX_DEBUG_NANS'", ended.stderr)
+
+
 def test_help_without_docstrings_says_why_there_is_none():
     line = [sys.executable, "-OO", "-m", "refusion_jax.goodput", "--help"]
     ended = subprocess.run(line, capture_output=True, text=True, cwd=ROOT)

@@ -167,6 +167,8 @@ def verdict(error: BaseException) -> tuple[Exception | None, int]:
             # JAX has given up on all platforms, which it says without words.
             wanted = os.environ.get("JAX_PLATFORMS")
             return UserError(f"the environment: JAX_PLATFORMS={wanted}: JAX finds no such device here"), 2
+        case ValueError() if traceback.extract_tb(error.__traceback__)[-1].filename.endswith("jax/_src/config.py"):
+            return UserError(f"the environment: {first_line(error)}"), 2
     if full := next((text for text in map(os.strerror, sorted(_OF_A_DISK)) if text in str(error)), None):
         return Failure(f"{full}: {first_line(error)}"), 1  # in the words of a library
     return Failure(_unforeseen(error)), 1
