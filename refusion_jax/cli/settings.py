@@ -95,7 +95,6 @@ def declared(owner: type) -> dict[str, Setting]:
     return {f.name: f.metadata["setting"] for f in dataclasses.fields(owner) if "setting" in f.metadata}
 
 
-@functools.cache
 def scope(owner: type, name: str) -> set[str]:
     """Names of a dataclass's settings with this scope."""
     return {f.name for f in dataclasses.fields(owner) if f.metadata.get("scope") == name}
