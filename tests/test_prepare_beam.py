@@ -1,6 +1,7 @@
 """`prepare` on Apache Beam; skipped where it is not installed: pip install -e '.[beam]'."""
 
 import functools
+import os
 import signal
 
 import pytest
@@ -13,6 +14,12 @@ pytest.importorskip("apache_beam", reason="Apache Beam is not installed: pip ins
 
 from refusion_jax.data.beam import BeamRunner
 
+# Beam's portable runner, a Go program, which it would otherwise download; or none.
+PRISM = os.environ.get("REFUSION_PRISM", "")
+ON_PRISM = pytest.param(
+    ["--runner=PrismRunner", f"--prism_location={PRISM}"],
+    marks=pytest.mark.skipif(not PRISM, reason="REFUSION_PRISM names no binary of Beam's Prism"),
+)
 pytestmark = [pytest.mark.filterwarnings("default")]  # Beam has some
 
 
@@ -24,9 +31,10 @@ def write_source(directory):
     (directory / "again.jsonl").write_text("".join(lines[::-2]))
 
 
-def test_beam_writes_the_same_bytes_and_goes_on_from_the_shards_that_are_there(tmp_path, tokenizer_file):  # noqa: F811
+@pytest.mark.parametrize("options", [["--runner=FnApiRunner"], ON_PRISM])  # in this process
+def test_beam_writes_the_same_bytes_and_goes_on_from_the_shards_that_are_there(options, tmp_path, tokenizer_file):  # noqa: F811
     write_source(tmp_path / "in")
-    beam = functools.partial(BeamRunner, options=["--runner=FnApiRunner"], count=1)  # in this process
+    beam = functools.partial(BeamRunner, options=options, count=1)
     keys = {"shard": 1 << 14, "dedup": True, "held_out": 0.1, "on_error": "skip"}
     make(tokenizer_file, tmp_path / "in", tmp_path / "local", **keys)
     manifest = make(tokenizer_file, tmp_path / "in", tmp_path / "beam", runner=beam, **keys)

@@ -31,7 +31,8 @@ class BeamRunner(Runner):
         The options are Beam's, of which one names its runner; without any it is `count` processes of this machine.
         """
         self._settings, self._output, self._runner = settings, output, None
-        self._options = options or [f"--direct_num_workers={count}"]
+        # On Prism a pipeline ends after this time, too: by default after five minutes.
+        self._options = ["--job_server_timeout=86400", *(options or [f"--direct_num_workers={count}"])]
         if not options:
             worker = f"{shlex.quote(sys.executable)} -m apache_beam.runners.worker.sdk_worker_main 2> {os.devnull}"
             self._runner = FnApiRunner(SubprocessSDKEnvironment.from_command_string(worker))
@@ -69,7 +70,7 @@ class BeamRunner(Runner):
             with beam.Pipeline(self._runner, PipelineOptions(self._options)) as pipeline:
                 pipeline | transform  # noqa: B018  Beam's way to add one
         except Exception as error:  # each runner has its own
-            lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
+            lines = [line.strip() for line in str(error).splitlines() if line.strip(" >")] or [type(error).__name__]
             raise Failure(f"the Beam pipeline failed: {lines[-1]} (the same command goes on from here)") from error
 
 
