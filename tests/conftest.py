@@ -16,7 +16,7 @@ import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from quick_compile import QUICK_COMPILE
+from quick_compile import QUICK_COMPILE, compile_few_shapes
 
 os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["XLA_FLAGS"] = f"{QUICK_COMPILE} --xla_force_host_platform_device_count=8"
@@ -55,6 +55,8 @@ from refusion_jax.systems.registry import find_decoder
 
 # No other process asks for what a test compiles in this one: to write it would take a tenth of the time that it took.
 jax.config.update("jax_enable_compilation_cache", False)
+ALL_SHAPES = budget._SHAPES, masked._WIDTHS
+compile_few_shapes()
 jax.devices()  # XLA reads its flags now: what plans for TPUs takes those away that make it compile quickly
 
 hypothesis.settings.register_profile(  # the same examples each time, and no fault of theirs where the machine is busy
@@ -214,12 +216,11 @@ def client(address: str) -> Iterator:
 
 
 @pytest.fixture(scope="module")
-def few_shapes() -> Iterator[None]:
-    """Forward passes are compiled for two numbers of tokens instead of six or four, in about half of the time."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(budget, "_SHAPES", 2)
-        patch.setattr(masked, "_WIDTHS", 2)
-        yield
+def all_shapes() -> Iterator[None]:
+    """Decoders are compiled as for a user, from here to the end of the file."""
+    budget._SHAPES, masked._WIDTHS = ALL_SHAPES
+    yield
+    compile_few_shapes()
 
 
 @pytest.fixture

@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import NoReturn
 
 import jax
+from quick_compile import compile_few_shapes
 
 import refusion_jax
 
@@ -121,6 +122,7 @@ def main() -> None:
             name = module.name.removeprefix("refusion_jax.")
             if name not in (*COMMANDS, "data.beam") and not name.startswith("benchmarks."):
                 importlib.import_module(module.name)
+    compile_few_shapes()
     gc.freeze()  # or a collection in a fork would copy all that it shares with this process
     gc.enable()
     server, running = socket.socket(fileno=int(sys.argv[1])), {}

@@ -23,8 +23,6 @@ from refusion_jax.model.key_values import KeyValues
 from refusion_jax.model.transformer import logical_axes
 from refusion_jax.systems.api import decoder_for, stream
 
-pytestmark = pytest.mark.usefixtures("few_shapes")
-
 
 @pytest.mark.parametrize("method", ["refusion", "ar"])
 def test_changing_thresholds_temperature_seed_and_prompts_compiles_nothing(method):

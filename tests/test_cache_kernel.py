@@ -14,7 +14,6 @@ from refusion_jax.model import cache_kernel, key_values
 from refusion_jax.model.attention import cached_attention
 from refusion_jax.model.cache_kernel import cache_attention
 
-pytestmark = pytest.mark.usefixtures("few_shapes")
 L, B, T, N, K, S, H = 2, 4, 5, 4, 2, 600, 16
 LENGTH, FED = np.array([0, 7, 512, 600]), np.array([5, 2, 0, 5])
 

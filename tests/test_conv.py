@@ -2,10 +2,13 @@
 
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from conftest import PROMPTS, settings, sharp_models
 
 from refusion_jax import decode
 from refusion_jax.systems.conv import known_nearby
+
+pytestmark = pytest.mark.usefixtures("all_shapes")
 
 
 def test_the_counts_of_the_docstring():

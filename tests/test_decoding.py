@@ -23,7 +23,6 @@ from refusion_jax.systems.refusion.loop import CHECK, PLAN, PROPOSE, VERIFY, Slo
 from refusion_jax.systems.refusion.reference import plan_and_infill
 from refusion_jax.systems.refusion.settings import ORDERS
 
-pytestmark = pytest.mark.usefixtures("few_shapes")
 RANDOM_CASES = int(os.environ.get("REFUSION_RANDOM_CASES", "600"))
 
 

@@ -19,8 +19,6 @@ from refusion_jax.systems.api import decoder_for
 from refusion_jax.systems.dense import drafting, objective
 from refusion_jax.systems.dense.objective import DenseSlots, Noise, dense_batch, draw_noise
 
-pytestmark = pytest.mark.usefixtures("few_shapes")
-
 
 def many(rows: Rows, count: int) -> Rows:
     return jax.tree.map(lambda x: jnp.repeat(x, count, axis=0), rows)

@@ -13,7 +13,6 @@ from refusion_jax import DecodeSettings, UserError, decode
 from refusion_jax.decoding.requests import Request, prepare
 from refusion_jax.evaluation.generation import generate
 
-pytestmark = pytest.mark.usefixtures("few_shapes")
 RANDOM_CASES = int(os.environ.get("REFUSION_RANDOM_CASES", "1200"))
 LENGTH = 64  # every plain forward is padded to this: one compilation
 

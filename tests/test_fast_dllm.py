@@ -5,8 +5,6 @@ from conftest import PROMPTS, settings, sharp_model
 
 from refusion_jax import decode
 
-pytestmark = pytest.mark.usefixtures("few_shapes")
-
 
 def decoded(layers: int, reuse: str):
     own = settings("fast_dllm", reuse=reuse, block_length=6, threshold=0.4)

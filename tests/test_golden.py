@@ -104,6 +104,7 @@ def test_every_case_decodes_as_recorded_whatever_the_budget(batch_size, budgets)
     assert not wrong, f"{len(wrong)} of {len(jobs)} decodings: {wrong}"
 
 
+@pytest.mark.usefixtures("all_shapes")
 def test_public_decode_gives_the_recorded_answers():
     """The same through `decode` in one row, for cases of the sizes that most have, which one program serves."""
 

@@ -15,6 +15,8 @@ from refusion_jax.model.key_values import KeyValues
 from refusion_jax.model.ragged import Ragged
 from refusion_jax.systems.refusion.budget import choose, shapes_of, worthwhile
 
+pytestmark = pytest.mark.usefixtures("all_shapes")
+
 
 @pytest.mark.parametrize("mesh", [(1, 1), (2, 2), (4, 2)])
 def test_a_forward_of_packed_rows_is_that_of_padded_ones(mesh):

@@ -10,8 +10,6 @@ from refusion_jax import DecodeSettings, UserError, decode
 from refusion_jax.decoding.requests import Request, prepare
 from refusion_jax.systems.api import decoder_for
 
-pytestmark = pytest.mark.usefixtures("few_shapes")
-
 
 def test_templates_keep_what_is_given_and_fill_the_gaps():
     for model in sharp_models():

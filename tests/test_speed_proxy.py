@@ -9,8 +9,6 @@ from flax import nnx
 from refusion_jax import decode
 from refusion_jax.benchmarks.headline.speed_proxy import SpeedProxy, proxy_model
 
-pytestmark = pytest.mark.usefixtures("few_shapes")
-
 
 def pair() -> SpeedProxy:
     """A model of width 16, with a proxy of width 128."""

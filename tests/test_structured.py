@@ -30,8 +30,6 @@ from refusion_jax.decoding.settings import TracedSettings
 from refusion_jax.serving.engine import Engine
 from refusion_jax.serving.grammar import Grammars
 
-pytestmark = pytest.mark.usefixtures("few_shapes")
-
 pytest.importorskip("llguidance", reason="pip install llguidance for answers under a grammar")
 
 PERSON = {

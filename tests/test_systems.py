@@ -38,7 +38,6 @@ from refusion_jax.systems import registry
 from refusion_jax.systems.api import decoder_for, stream
 from refusion_jax.training.train_step import init_state, make_train_step, state_shardings
 
-pytestmark = pytest.mark.usefixtures("few_shapes")
 TRAINABLE = registry.trainable()
 DECODERS = list(registry.decoders())
 # Documents are followed by repeats of their last token.
