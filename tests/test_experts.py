@@ -73,8 +73,9 @@ def loop(x, w):
 
 SOFTMAX, SIGMOID = experts.Router(CHOSEN, True), experts.Router(CHOSEN, True, "sigmoid", GROUPS, OPEN, SCALE)
 TPU, CPU = 1, 4  # tiles of each
-CASES = [(SOFTMAX, MESHES[0], TPU), (SOFTMAX, MESHES[0], CPU), (SOFTMAX, MESHES[1], CPU), (SOFTMAX, MESHES[2], TPU)]
-CASES += [(SIGMOID, MESHES[0], CPU), (SIGMOID, MESHES[1], TPU)]
+# Each router with each tile, and each mesh but the last with both.
+CASES = [(SOFTMAX, MESHES[0], CPU), (SOFTMAX, MESHES[1], TPU), (SOFTMAX, MESHES[2], TPU)]
+CASES += [(SIGMOID, MESHES[0], TPU), (SIGMOID, MESHES[1], CPU)]
 
 
 @functools.cache

@@ -130,7 +130,7 @@ def test_bits_per_byte_in_training_are_those_of_the_likelihood_on_any_devices(ob
     rows, model = some_rows(21), tiny_model()
     monkeypatch.setattr(heldout, "find_held_out", lambda config, tokenizer: [rows])
     graphdef, params = nnx.split(model)
-    for devices in (1,) if objective == "dream" else (1, 4):
+    for devices in {"refusion": (1, 4), "dream": (1,)}.get(objective, (4,)):
         config = config_with(**SIZES, objective=objective)
         mesh = make_mesh({"fsdp": devices}, jax.devices()[:devices])
         with jax.set_mesh(mesh):

@@ -138,21 +138,25 @@ def test_every_token_of_a_response_is_learnt_the_end_of_text_among_them(name):
     assert not expected - learnt, f"never predicted: the tokens {expected - learnt}, where {EOS} is the end of text"
 
 
+@functools.partial(jax.jit, static_argnums=0)
+def _influence(graph, params, embedded, positions, visibility):
+    """The gradient of every logit's sum with respect to the embeddings [T, D], which have places, not ids."""
+
+    def logits_of(embedded):
+        model = nnx.merge(graph, params | {"embed_tokens": embedded})
+        return model.hidden(jnp.arange(len(embedded))[None], positions, visibility)[0].sum(axis=-1)
+
+    return jax.jacrev(logits_of)(embedded)
+
+
 @pytest.mark.parametrize("name", TRAINABLE)
 def test_the_model_sees_just_what_the_mask_shows(name):
     """By gradient, in two layers: a token influences a logit where the closure of the mask has it, and nowhere else."""
     _, batch = batch_of(name, 1)
-    graph, params = nnx.split(tiny_model(num_hidden_layers=2))
-    length = batch.inputs.shape[1]
-
-    def logits_of(embedded):  # by place, so that each place's influence is seen apart
-        model = nnx.merge(graph, params | {"embed_tokens": embedded})
-        own = jnp.arange(length)[None]
-        one = jax.tree.map(lambda x: x[:1], batch.visibility)
-        return model.hidden(own, batch.positions[:1], one)[0].sum(axis=-1)
-
-    embedded = jax.random.normal(jax.random.key(0), (length, 16))
-    influence = np.abs(jax.jit(jax.jacrev(logits_of))(embedded)).sum(axis=2) > 0
+    embedded = jax.random.normal(jax.random.key(0), (batch.inputs.shape[1], 16))
+    seen = jax.tree.map(lambda x: x[:1], batch.visibility)
+    model = nnx.split(tiny_model(num_hidden_layers=2))
+    influence = np.abs(_influence(*model, embedded, batch.positions[:1], seen)).sum(axis=2) > 0
     mask = np.asarray(batch.visibility.mask())[0]
     reach = mask | (mask.astype(int) @ mask.astype(int) > 0)
     real = np.asarray(batch.visibility.segment_ids)[0] > 0

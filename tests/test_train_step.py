@@ -81,16 +81,13 @@ def assert_same_training(a, b):
     jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, atol=1e-4), a[1].params, b[1].params)
 
 
-MESHES = [{"replica": 2, "data": 2, "fsdp": 2}, {"fsdp": 2, "tensor": 2, "sequence": 2}]  # test_systems.py has another
+# One of them with accumulation; test_systems.py has another.
+SPLIT = [{"replica": 2, "data": 2, "fsdp": 2}, {"accumulation": 4, "fsdp": 2, "tensor": 2, "sequence": 2}]
 
 
-@pytest.mark.parametrize("mesh", MESHES, ids=lambda m: "x".join(f"{k}{v}" for k, v in m.items()))
-def test_eight_devices_train_as_one(mesh):
-    assert_same_training(train(), train(devices=8, **mesh))
-
-
-def test_accumulation_changes_nothing():
-    assert_same_training(train(), train(accumulation=4))
+@pytest.mark.parametrize("how", SPLIT, ids=lambda how: "x".join(f"{k}{v}" for k, v in how.items()))
+def test_neither_eight_devices_nor_accumulation_change_training(how):
+    assert_same_training(train(), train(devices=8, **how))
 
 
 def test_every_seed_step_and_row_has_noise_of_its_own():
