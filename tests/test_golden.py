@@ -28,9 +28,12 @@ from refusion_jax.systems.api import stream
 from refusion_jax.systems.refusion.objective import Noise, hybrid_batch
 
 GOLDEN = Path(os.environ.get("REFUSION_GOLDEN", SHARED / "golden" if (SHARED / "golden").exists() else SHIPPED))
-pytestmark = pytest.mark.skipif(
-    not (GOLDEN / "decode.jsonl").exists(), reason=f"no golden cases in {GOLDEN}; REFUSION_GOLDEN can name a folder"
-)
+pytestmark = [
+    pytest.mark.skipif(
+        not (GOLDEN / "decode.jsonl").exists(), reason=f"no golden cases in {GOLDEN}; REFUSION_GOLDEN can name a folder"
+    ),
+    pytest.mark.usefixtures("all_shapes"),  # in two, each forward of so many decodings is larger than it needs to be
+]
 
 
 @functools.cache
@@ -104,7 +107,6 @@ def test_every_case_decodes_as_recorded_whatever_the_budget(batch_size, budgets)
     assert not wrong, f"{len(wrong)} of {len(jobs)} decodings: {wrong}"
 
 
-@pytest.mark.usefixtures("all_shapes")
 def test_public_decode_gives_the_recorded_answers():
     """The same through `decode` in one row, for cases of the sizes that most have, which one program serves."""
 
