@@ -352,7 +352,11 @@ def test_lengths_that_a_tokenizer_was_once_used_with_do_not_matter(tmp_path):
 
 
 def test_files_that_are_no_tokenizer_are_refused(tmp_path):
-    for content, said in ((None, "No such file"), ("{}", "is not a Hugging Face tokenizer")):
+    (tmp_path / "tokenizer_config.json").write_text("{}")
+    for content, said in (
+        (None, "tokenizer.json cannot be read: No such file"),
+        ("{}", "is not a Hugging Face tokenizer"),
+    ):
         if content:
             (tmp_path / "tokenizer.json").write_text(content)
         with pytest.raises(UserError, match=said):
