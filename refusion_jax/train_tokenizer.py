@@ -29,6 +29,7 @@ _FIELDS = {
     name: flags.DEFINE_string(name, "", f"JSON field, as --config.data.{name} of `train`")
     for name in ("query_field", "response_field", "text_field")
 }
+_BEGINNING = b"\n\x0e\n\x05<pad>"  # of every model that this command writes
 
 
 def main() -> None:
@@ -37,6 +38,8 @@ def main() -> None:
     output = Path(_OUTPUT.value)
     flag_values.check_output("output", output)
     flag_values.check_apart(output, find_files(_INPUT.value))
+    if output.is_file() and not flag_values.begins_with(output, _BEGINNING):
+        raise UserError(f"--output={output}: is there already, and no tokenizer of ours; name another place")
     config = default_config()
     config.data.path = _INPUT.value
     config.data.update({name: flag.value for name, flag in _FIELDS.items()})

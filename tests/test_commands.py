@@ -163,6 +163,10 @@ BAD = {
         ["train_tokenizer", "--input={dir}/good.jsonl", "--output={dir}/good.jsonl"],
         "good.jsonl: lies in --input=",
     ),
+    "tokenizer over another file": (
+        ["train_tokenizer", "--input={dir}/good.jsonl", "--output={run}/model.json"],
+        "model.json: is there already, and no tokenizer of ours",
+    ),
     "numbers that are no digits": (["bench", "decode", "--batch_sizes=8,²"], "must be numbers from 1 to"),
     "setup without a decoder": (["bench", "decode", "--setup="], "unknown"),
     "inspecting nothing": (["inspect_data", "--data={dir}"], "holds no rows (there is no manifest.json)"),
