@@ -1,9 +1,8 @@
 """What serves requests, without HTTP: rows shared by callers, and text that is told once it is certain."""
 
 import dataclasses
-import itertools
+import math
 import threading
-import time
 
 import hypothesis
 import jax
@@ -18,7 +17,7 @@ from refusion_jax.decoding.answers import Answer
 from refusion_jax.decoding.requests import prepare
 from refusion_jax.decoding.stops import Stops
 from refusion_jax.decoding.trajectory import forwards_of
-from refusion_jax.serving.engine import MOST_WAITING, OFTEN, Engine
+from refusion_jax.serving.engine import MOST_WAITING, Engine
 from refusion_jax.serving.jobs import BusyError, FailedError, Job
 from refusion_jax.serving.writer import Writer
 from refusion_jax.systems.api import decoder_for
@@ -120,18 +119,22 @@ def test_short_answers_do_not_wait_for_a_long_one(engine):
     assert answers["long"].tokens == decode(model, [long], own).tokens[0]
 
 
-def test_an_answer_is_shown_as_it_is_written_but_no_more_often_than_people_can_read(engine):
+@pytest.mark.parametrize(("often", "is_few"), [(0.0, False), (math.inf, True)])
+def test_an_answer_is_shown_as_soon_as_it_begins_and_then_as_often_as_people_can_read(
+    often, is_few, engine, monkeypatch
+):
     engine, *_ = engine
-    told, times = Told(), []
+    told, shown = Told(), []
+    monkeypatch.setattr("refusion_jax.serving.engine.OFTEN", often)
 
     def watch(answer):
-        times.append(time.monotonic())
+        shown.append(len(answer.tokens))
         return True
 
     engine.submit([told.job("shown", request_of(engine, [BOS, 5], 96), watch, is_watched=True)])
     told.wait(1)
-    assert len(times) > 1
-    assert all(after - before >= OFTEN / 2 for before, after in itertools.pairwise(times[:-1]))
+    assert shown[0] < shown[-1]
+    assert (len(shown) == 2) == is_few
 
 
 def test_a_lossless_decoder_is_served_and_so_are_the_gaps_that_it_fills():

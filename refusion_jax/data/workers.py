@@ -56,8 +56,10 @@ class Processes(Runner):
         # Workers inherit that SIGINT is blocked: Ctrl-C reaches them, too, and an idle one would print a traceback.
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         try:
-            futures = [self._executor.submit(_do, task, index, chunk) for index, chunk in chunks.items()]
-            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+            try:
+                futures = [self._executor.submit(_do, task, index, chunk) for index, chunk in chunks.items()]
+            finally:
+                signal.pthread_sigmask(signal.SIG_SETMASK, mask)
             yield from (future.result() for future in futures)
         except BrokenProcessPool:
             raise UserError(

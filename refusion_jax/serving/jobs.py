@@ -1,6 +1,7 @@
 """What an engine is given to do."""
 
 import dataclasses
+import math
 from collections.abc import Callable
 
 from refusion_jax.decoding.answers import Answer
@@ -27,4 +28,4 @@ class Job:
     is_over: bool = False  # answered, or not wanted any more
     cached: int = 0  # leading tokens of the prompt whose keys and values were there already
     caller: object = None  # the same for all jobs that were submitted together
-    told: float = 0.0  # when it was reported last, by `time.monotonic`
+    told: float = -math.inf  # when it was reported last, by `time.monotonic`
