@@ -122,27 +122,14 @@ def describe_call(ids: Sequence[object], requests: Sequence[Request]) -> dict[st
     return {name: hashlib.blake2b(json.dumps(x).encode(), digest_size=16).hexdigest() for name, x in parts.items()}
 
 
-def check_place(checkpoint: epath.Path, flag: str, output: epath.Path | None, beginning: bytes) -> None:
-    """Raises UserError, naming the flag, where a file cannot be written, or is the prompts or a file of the model."""
-    if not output:
-        return
-    flag_values.check_output(flag, output)
+def check_place(checkpoint: epath.Path, flag: str, output: epath.Path, beginning: bytes, kind: str) -> None:
+    """Raises UserError, naming the flag, where a file cannot be written, holds something else, or is among weights."""
+    flag_values.check_file(flag, output, beginning, kind)
     flag_values.check_apart(output, [_INPUT.value] if _INPUT.value else [], flag)
-    if is_remote(output) or is_remote(checkpoint):
-        return
-    root = checkpoint if is_foreign(checkpoint) else find_step(checkpoint)[0]
-    real, root = Path(os.path.realpath(output)), Path(os.path.realpath(root))
-    is_among_weights = root / "checkpoints" in real.parents
-    if is_among_weights or root in real.parents and real.is_file() and not flag_values.begins_with(real, beginning):
-        raise UserError(f"--{flag}={output}: is a file of the model, or lies between its weights; name another place")
-
-
-def check_watch(watch: epath.Path | None, output: epath.Path | None) -> None:
-    """Raises UserError where a page would take the place of the answers, or of a file that is no such page."""
-    if watch and output and os.path.realpath(watch) in map(os.path.realpath, (output, f"{output}.partial")):
-        raise UserError(f"--watch={watch}: is the --output, too, or its OUTPUT.partial; name another place")
-    if watch:
-        flag_values.check_page("watch", watch, BEGINNING)
+    if not is_remote(output) and not is_remote(checkpoint):
+        root = checkpoint if is_foreign(checkpoint) else find_step(checkpoint)[0]
+        if Path(os.path.realpath(root / "checkpoints")) in Path(os.path.realpath(output)).parents:
+            raise UserError(f"--{flag}={output}: lies between the weights of the model; name another place")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -238,9 +225,12 @@ def main() -> None:
     checkpoint = epath.Path(_CHECKPOINT.value)
     output = epath.Path(_OUTPUT.value) if _OUTPUT.value else None
     watch = epath.Path(_WATCH.value) if _WATCH.value else None
-    check_place(checkpoint, "output", output, b'{"id": ')
-    check_place(checkpoint, "watch", watch, BEGINNING)
-    check_watch(watch, output)
+    if output:
+        check_place(checkpoint, "output", output, b'{"id": ', "not answers")
+    if watch:
+        check_place(checkpoint, "watch", watch, BEGINNING, "no page of ours")
+    if watch and output and os.path.realpath(watch) in map(os.path.realpath, (output, f"{output}.partial")):
+        raise UserError(f"--watch={watch}: is the --output, too, or its OUTPUT.partial; name another place")
     stops = Stops(tuple(_STOP.value))
     for stop in stops.texts:
         check_characters(stop, "--stop")

@@ -21,7 +21,7 @@ from rich.console import Console
 from refusion_jax.batch.rows import Rows, noise_keys
 from refusion_jax.cli import command
 from refusion_jax.cli.errors import UserError
-from refusion_jax.cli.flag_values import check_page
+from refusion_jax.cli.flag_values import check_file
 from refusion_jax.config import check, check_stores, default_config, help_texts
 from refusion_jax.config.keys import keys
 from refusion_jax.data.fast_tokenizer import find_tokenizer_file, load_tokenizer_file
@@ -70,7 +70,7 @@ def main() -> None:
     if _VERIFY.value and _HTML.value:
         raise UserError("--verify shows no row, of which --html could be a page; leave one of them out")
     if _HTML.value:
-        check_page("html", epath.Path(_HTML.value), data_page.BEGINNING if is_page else BEGINNING)
+        check_file("html", epath.Path(_HTML.value), data_page.BEGINNING if is_page else BEGINNING)
     if is_page:
         if _CONFIG.value:
             check(_CONFIG.value)

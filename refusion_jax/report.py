@@ -14,7 +14,7 @@ from etils import epath
 
 from refusion_jax.cli import command
 from refusion_jax.cli.errors import UserError, needs
-from refusion_jax.cli.flag_values import check_output, check_page
+from refusion_jax.cli.flag_values import check_file, check_output
 from refusion_jax.cli.progress import track
 from refusion_jax.decoding import player
 from refusion_jax.distributed.storage import write_file
@@ -32,8 +32,8 @@ def main() -> None:
     output = epath.Path(_OUTPUT.value)
     check_output("output", output, directory=True)
     target = output / "index.html"
-    check_page("output", target, BEGINNING)
-    check_page("output", output / "answers.html", player.BEGINNING)
+    check_file("output", target, BEGINNING)
+    check_file("output", output / "answers.html", player.BEGINNING)
     with needs("plots"):
         import matplotlib  # noqa: F401  before anything is read
     runs = [read_run(number, workdir) for number, workdir in enumerate(_WORKDIR.value, 1)]

@@ -108,7 +108,7 @@ BAD = {
     "data in no store": ([*TRAIN, NEW, "--config.data.path=http://x/y"], "--config.data.path=http://x/y: names no"),
     "output over the model": (
         ["generate", "--checkpoint={run}", "--prompt=x", "--output={run}/model.json"],
-        "model.json: is a file of the model",
+        "model.json: is there already, and not answers; name another place",
     ),
     "page over another file": (
         ["generate", "--checkpoint={run}", "--prompt=x", "--watch={dir}/good.jsonl"],
@@ -134,7 +134,7 @@ BAD = {
     ),
     "output between the weights": (
         ["generate", "--checkpoint={run}", "--prompt=x", "--output={run}/checkpoints/60/new.jsonl"],
-        "new.jsonl: is a file of the model, or lies between its weights",
+        "new.jsonl: lies between the weights of the model",
     ),
     "nothing to prepare": (["prepare", "--output={dir}/new"], "--input, --output and --tokenizer are needed"),
     "input that is not there": ([*PREPARE, "--input={dir}/none*"], "none*: no such file"),

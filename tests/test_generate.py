@@ -69,9 +69,9 @@ def many(trained_run, tmp_path):
 
 def test_a_killed_call_decodes_only_what_is_missing(many, tmp_path):
     output, journal = tmp_path / "out.jsonl", tmp_path / "out.jsonl.partial"
-    output.write_text("from before")
+    output.write_text('{"id": "from before"}')
     kill_when_answered(start("generate", *many, f"--output={output}"), journal)
-    assert output.read_text() == "from before"
+    assert output.read_text() == '{"id": "from before"}'
     content = journal.read_text().split("\n")
     kept = {entry["key"]: entry["record"] for entry in map(json.loads, content[1:-1])}
     assert 2 <= len(kept) < 200

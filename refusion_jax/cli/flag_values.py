@@ -56,7 +56,7 @@ def read_counts(flag: str, values: Sequence[str]) -> list[int]:
     return [int(x) for x in values]
 
 
-def check_output(flag: str, path: epath.Path, directory: bool = False) -> None:
+def check_output(flag: str, path: epath.PathLike, directory: bool = False) -> None:
     """Refuses a path that cannot be written, before any work is done for it."""
     if is_remote(path):
         return
@@ -83,17 +83,17 @@ def check_output(flag: str, path: epath.Path, directory: bool = False) -> None:
         raise UserError(f"--{flag}={path}: {reason}")
 
 
-def check_page(flag: str, path: epath.Path, beginning: bytes) -> None:
-    """Refuses a path where no page can be written, and a file that does not begin as every such page does."""
+def check_file(flag: str, path: epath.PathLike, beginning: bytes, kind: str = "no page of ours") -> None:
+    """Refuses a path where no file can be written, and a file that does not begin as all that are written there do.
+
+    An empty file passes, as `mktemp` makes it, and so does what is no file: a pipe, a device.
+    """
     check_output(flag, path)
-    if path.is_file() and not begins_with(path, beginning):
-        raise UserError(f"--{flag}={path}: is there already, and no page of ours; name another place")
-
-
-def begins_with(path: Path | epath.Path, beginning: bytes) -> bool:
-    """Whether a file begins with these bytes."""
-    with path.open("rb") as file:
-        return file.read(len(beginning)) == beginning
+    path = epath.Path(path) if is_remote(path) else Path(path)  # to etils a device is a file, too
+    if path.is_file():
+        with path.open("rb") as file:
+            if file.read(len(beginning)) not in (beginning, b""):
+                raise UserError(f"--{flag}={path}: is there already, and {kind}; name another place")
 
 
 def check_apart(output: epath.PathLike, inputs: Iterable[epath.PathLike], flag: str = "output") -> None:
