@@ -7,16 +7,11 @@ ACCELERATORS = ("/dev/accel*", "/dev/vfio/[0-9]*", "/dev/nvidia[0-9]*", "/dev/kf
 _M_TRIM_THRESHOLD, _M_MMAP_MAX, _M_ARENA_MAX = -1, -4, -8  # of mallopt(3), which only the GNU C library has
 
 
-def use_one_heap() -> None:
-    """Has all threads allocate from one heap. To be called before JAX has devices.
-
-    The GNU C library makes up to eight per core, and each keeps some of what is freed.
-    """
-    _set(_M_ARENA_MAX, 1)
-
-
 def return_freed_memory() -> None:
-    """Returns what is free to the kernel, also between what is in use."""
+    """Returns what is free to the kernel, in all heaps, also between what is in use.
+
+    The GNU C library makes up to eight heaps per core, and each keeps some of what is freed.
+    """
     if hasattr(libc := ctypes.CDLL(None), "malloc_trim"):
         libc.malloc_trim(0)
 
@@ -30,7 +25,7 @@ def keep_freed_memory() -> None:
     accelerator the host's memory peaks when checkpoints are written, and is returned.
     """
     if not any(map(glob.glob, ACCELERATORS)):
-        use_one_heap()
+        _set(_M_ARENA_MAX, 1)
         _set(_M_MMAP_MAX, 0)
         _set(_M_TRIM_THRESHOLD, -1)
 
