@@ -111,16 +111,12 @@ class _Body(Strict):
         return [one for one in given if one[2] is not None]
 
     @model_validator(mode="after")
-    def _one_constraint(self) -> Self:
+    def _answers_can_be_so(self) -> Self:
         fields = [field for field, *_ in self.constraints]
         if len(fields) > 1:
             raise ValueError(f"{fields[1]}: {fields[0]} says already what the answer has to be; give one of them")
         if self.response_format and self.response_format.type == "json_schema" and not fields:
             raise ValueError("response_format: json_schema.schema is missing")
-        return self
-
-    @model_validator(mode="after")
-    def _streams_are_watched(self) -> Self:
         if self.watch and not self.stream:
             raise ValueError("watch: is for a stream")
         return self
@@ -154,7 +150,7 @@ class Completion(_Body):
         return prompts
 
     @model_validator(mode="after")
-    def _fields_fit_together(self) -> "Completion":
+    def _fields_fit_together(self) -> Self:
         if self.suffix is not None and self.constraints:
             raise ValueError("suffix: an answer that has to follow a grammar has no text after it")
         if self.suffix is not None and not self.max_tokens:
@@ -204,7 +200,7 @@ class Chat(_Body):
         return given
 
     @model_validator(mode="after")
-    def _tools_are_there(self) -> Self:
+    def _fields_fit_together(self) -> Self:
         names = [tool.function.name for tool in self.tools]
         if len({*names}) < len(names):
             raise ValueError("tools: two have the same name")
@@ -212,16 +208,8 @@ class Chat(_Body):
             raise ValueError("tool_choice: required needs tools")
         if isinstance(self.tool_choice, NamedTool) and self.tool_choice.function.name not in names:
             raise ValueError("tool_choice: names none of the tools")
-        return self
-
-    @model_validator(mode="after")
-    def _tops_are_of_scores(self) -> Self:
         if self.top_logprobs and not self.logprobs:
             raise ValueError("top_logprobs: needs logprobs")
-        return self
-
-    @model_validator(mode="after")
-    def _one_limit(self) -> "Chat":
         if self.max_completion_tokens is not None:
             if self.max_tokens is not None:
                 raise ValueError("max_tokens: is max_completion_tokens by its old name; give one of them")
