@@ -13,7 +13,7 @@ _BETWEEN = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5)
 _PER_FORWARD = (1.0, 1.5, 2.0, 3.0, 4.0, 6.0, 8.0, 12.0, 16.0, 32.0)
 
 
-class Metrics:
+class Metrics(Collector):
     """The figures of one engine, from the start of the server."""
 
     def __init__(self, model: str, engine: Engine):
@@ -30,7 +30,7 @@ class Metrics:
         ):
             gauge = make(Gauge, f"vllm:num_requests_{name}", text)
             gauge.set_function(lambda key=key: engine.load[key])
-        self._model = model
+        self._model, self._engine = model, engine
         self.given = make(Counter, "vllm:prefix_cache_queries", "Tokens of prompts of decoded answers")
         self.cached = make(Counter, "vllm:prefix_cache_hits", "Those whose keys and values were there already")
         self._success = make(Counter, "vllm:request_success", "Finished answers", ("finished_reason",))
@@ -43,7 +43,7 @@ class Metrics:
         self._between = make(Histogram, "vllm:inter_token_latency_seconds", between, buckets=_BETWEEN)
         per_forward = "Tokens per forward of each answer"
         self._per_forward = make(Histogram, "refusion_jax:tokens_per_forward", per_forward, buckets=_PER_FORWARD)
-        self.registry.register(_Drafts(model, engine))
+        self.registry.register(self)
 
     def went_on(self, tokens: int, seconds: float) -> None:
         """Hears how long further tokens of a stream took, all together."""
@@ -58,15 +58,8 @@ class Metrics:
         if forwards:
             self._per_forward.observe(tokens / forwards)
 
-
-class _Drafts(Collector):
-    """Drafts and those of them that were accepted, whose ratio is the accepted share; the engine counts them."""
-
-    def __init__(self, model: str, engine: Engine):
-        self._model, self._engine = model, engine
-
     def collect(self) -> Iterator[CounterMetricFamily]:
-        """The metrics that Prometheus asks for."""
+        """What the engine counts itself: drafts, and those that were accepted."""
         texts = {"draft": "Tokens that forwards have verified", "accepted": "Those of them that were committed"}
         for (name, text), count in zip(texts.items(), self._engine.verified, strict=True):
             family = CounterMetricFamily(f"vllm:spec_decode_num_{name}_tokens", text, labels=["model_name"])
