@@ -218,7 +218,7 @@ def test_a_flipped_bit_is_said_with_the_file_and_a_run_goes_on_from_the_one_befo
 def test_in_a_store_nothing_is_read_for_checksums_and_damage_is_noticed_there_and_in_a_copy(store, tmp_path):
     save(epath.Path("gs://bucket"), 1)
     there, copy = (epath.Path(place) / "checkpoints" / "1" for place in ("gs://bucket", tmp_path))
-    assert checksums.exist(there)
+    assert checksums.listed(there)
     assert checksums.find_damage(there) is None
     name = max(store.objects, key=lambda name: len(store.objects[name][1]))
     assert store.read[name] == 0

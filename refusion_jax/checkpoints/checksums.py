@@ -54,18 +54,10 @@ def write_unlisted(directory: epath.Path, part: str = "", but: str = "") -> None
 
 def listed(directory: epath.Path) -> dict[str, Found]:
     """Sizes and checksums of the files that processes have listed so far, by name."""
-    return {name: found for path in _lists(directory) for name, found in read_json(path, dict[str, Found]).items()}
-
-
-def exist(directory: epath.Path) -> bool:
-    """Whether the directory has checksums at all; one that came before them, or was made by hand, has none."""
-    return bool(_lists(directory))
-
-
-def _lists(directory: epath.Path) -> list[epath.Path]:
-    """The lists of all processes; not by `glob`, to which the directory's own name is a pattern, too."""
+    # Not by `glob`, to which the directory's own name is a pattern, too.
     names = (path.name for path in directory.iterdir()) if directory.is_dir() else ()
-    return [directory / name for name in sorted(names) if name.startswith(f"{PREFIX}.") and name.endswith(".json")]
+    lists = [name for name in sorted(names) if name.startswith(f"{PREFIX}.") and name.endswith(".json")]
+    return {name: found for own in lists for name, found in read_json(directory / own, dict[str, Found]).items()}
 
 
 def find_damage(directory: epath.Path, part: str = "") -> str | None:

@@ -67,7 +67,7 @@ def is_complete(workdir: epath.Path, steps: int) -> bool:
         check_whole(directory, ITEMS)
     except Exception:  # noqa: BLE001  restoring it will report the reason
         return False
-    return checksums.exist(directory)
+    return bool(checksums.listed(directory))
 
 
 def check_whole(directory: epath.Path, items: tuple[str, ...]) -> None:

@@ -78,28 +78,23 @@ def generate(
       (index of the request, its answer, seconds since the last answer without compilation), as answers finish.
     """
     for numbers, some in by_program(requests, model.config):
-        began, compiled = time.monotonic(), _compiling.seconds
+        began, compiled = time.monotonic(), _compiling.total()
         looks = watch and (lambda at, answer, numbers=numbers: watch(numbers[at], answer))
         tells = record and (lambda at, part, numbers=numbers: record(numbers[at], part))
         for at, answer in stream(model, some, watch=looks, record=tells):
-            now, compiled_now = time.monotonic(), _compiling.seconds
+            now, compiled_now = time.monotonic(), _compiling.total()
             seconds = max(now - began - (compiled_now - compiled), 0.0)
             began, compiled = now, compiled_now  # the device decodes while the caller works
             yield numbers[at], answer, seconds
 
 
-class _CompileClock:
-    """Counts the seconds that this process spends on tracing and compiling."""
-
-    _EVENTS = ("jaxpr_trace_duration", "jaxpr_to_mlir_module_duration", "backend_compile_duration")
-
-    def __init__(self):
-        self.seconds = 0.0
-        jax.monitoring.register_event_duration_secs_listener(self._count)
-
-    def _count(self, event: str, seconds: float, **_: object) -> None:
-        if event.endswith(self._EVENTS):
-            self.seconds += seconds
+# Seconds that this process has spent on tracing and compiling.
+_compiling: collections.Counter[str] = collections.Counter()
 
 
-_compiling = _CompileClock()
+def _count(event: str, seconds: float, **_: object) -> None:
+    if event.endswith(("jaxpr_trace_duration", "jaxpr_to_mlir_module_duration", "backend_compile_duration")):
+        _compiling[event] += seconds
+
+
+jax.monitoring.register_event_duration_secs_listener(_count)
