@@ -4,7 +4,6 @@ import contextlib
 import ctypes
 import errno
 import json
-import math
 import os
 import platform
 import re
@@ -22,7 +21,7 @@ from helpers import wait_until
 
 from refusion_jax import UserError
 from refusion_jax.evaluation import jail, sandbox
-from refusion_jax.evaluation.sandbox import Limits, Outcome, pass_at_k
+from refusion_jax.evaluation.sandbox import Limits, Outcome
 
 AMPLE = Limits(seconds=60.0)  # for what ends by itself, on however busy a machine
 QUICK = Limits(seconds=2.0)
@@ -290,13 +289,3 @@ def test_an_ordinary_user_is_shut_in_as_well():
             )
         assert json.loads(out.stdout) == verdict, (out, sys.version)
         wait_until(lambda: not _running_programs())
-
-
-def test_pass_at_k_is_the_share_of_draws_with_a_right_one():
-    assert pass_at_k(1, 1, 1) == 1.0
-    assert pass_at_k(5, 0, 3) == 0.0
-    assert math.isclose(pass_at_k(10, 3, 1), 0.3)
-    assert math.isclose(pass_at_k(4, 2, 2), 1 - 1 / 6)
-    assert pass_at_k(4, 3, 2) == 1.0
-    with pytest.raises(ValueError, match="pass@3"):
-        pass_at_k(2, 1, 3)

@@ -1,4 +1,4 @@
-"""Runs generated programs in a sandbox, and estimates pass@k.
+"""Runs generated programs in a sandbox.
 
 A program runs in a process of its own that can reach neither the network nor other processes nor files (`jail.py`). CPU
 time, memory, processes and files are limited, the environment is empty, and the working directory is deleted when it
@@ -13,7 +13,6 @@ import dataclasses
 import functools
 import itertools
 import json
-import math
 import os
 import secrets
 import subprocess
@@ -137,16 +136,6 @@ def run_allowed(programs: Sequence[str]) -> list[Outcome]:
     if how == "rehearsal":
         return [Outcome(False, "not run")] * len(programs)
     return run_all(programs, unsafe=how == "unsafe")
-
-
-def pass_at_k(samples: int, right: int, k: int) -> float:
-    """Unbiased estimate of the probability that one of k samples passes (Chen et al., arXiv 2107.03374).
-
-    Of the samples that were drawn for a problem, at least k, `right` pass.
-    """
-    if not 0 < k <= samples:
-        raise ValueError(f"pass@{k} needs at least {k} samples of a problem, not {samples}")
-    return 1.0 - math.comb(samples - right, k) / math.comb(samples, k)
 
 
 @contextlib.contextmanager

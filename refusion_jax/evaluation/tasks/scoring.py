@@ -140,6 +140,6 @@ def code_of(answer: str, is_begun: bool = False) -> str:
 
 
 def count_passed(doc: dict, results: list[list[dict]]) -> dict[str, float]:
-    """pass@1 of the answers to a problem."""
+    """pass@1 of the answers to a problem: the share of those that pass."""
     passed = [verdict["passed"] for verdict in results[0]]
-    return {"pass@1": sandbox.pass_at_k(len(passed), sum(passed), 1)}
+    return {"pass@1": sum(passed) / len(passed)}
