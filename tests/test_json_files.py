@@ -6,7 +6,7 @@ import tracemalloc
 import pytest
 
 from refusion_jax import UserError
-from refusion_jax.distributed.json_files import parse_json, read_json, read_json_lines
+from refusion_jax.distributed.json_files import read_json, read_json_lines
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,8 +90,3 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path):
             read_json(path)
     with pytest.raises(UserError, match=f"^{tmp_path} cannot be read: Is a directory"):
         list(read_json_lines(tmp_path))
-
-
-def test_a_value_from_elsewhere_is_named_as_its_caller_says():
-    with pytest.raises(UserError, match="^--eval=size: Input should be a valid integer"):
-        parse_json(b'"3"', int, "--eval=size")

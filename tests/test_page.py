@@ -96,12 +96,6 @@ def test_watched_events_are_one_a_forward_and_add_up_to_the_answer(address, path
     assert len(forwards) > 2
 
 
-def test_only_streams_are_watched(address):
-    headers = {"Authorization": "Bearer secret"}
-    answer = httpx.post(f"{address}/v1/completions", json={"prompt": "a", "watch": True}, headers=headers)
-    assert (answer.status_code, answer.json()["error"]["message"]) == (400, "watch: is for a stream")
-
-
 def test_a_character_of_several_tokens_is_spelled_by_its_last_one():
     text = dict(enumerate("a€b".encode()))
     assert [spelled(text, at, Bytes()) for at in text] == ["a", "", "", "€", "b"]

@@ -80,6 +80,25 @@ BAD = {
     "too long to tokenize": ({"prompt": "a" * 10**6}, 400, "prompt: has 1000000 characters, .* more than 64 tokens"),
     "one of two types": ({"prompt": "a", "guided_json": 5}, 400, "^guided_json: Input should be an object"),
     "no text to stop at": ({"prompt": "a", "stop": [1]}, 400, "stop.0: "),
+    "watched, but no stream": ({"prompt": "a", "watch": True}, 400, "^watch: is for a stream$"),
+    "no schema": ({"prompt": "a", "response_format": {"type": "json_schema"}}, 400, "^response_format: json_schema"),
+    "no format": ({"prompt": "a", "response_format": {"type": "xml"}}, 400, "^response_format.type: "),
+    "no choice": ({"prompt": "a", "guided_choice": []}, 400, "^guided_choice: "),
+    "two grammars": (
+        {"prompt": "a", "guided_choice": ["a"], "guided_regex": "a"},
+        400,
+        "^guided_choice: guided_regex says already",
+    ),
+    "text after a grammar": (
+        {"prompt": "a", "guided_json": {}, "suffix": "b", "max_tokens": 4},
+        400,
+        "^suffix: an answer that has to follow a grammar",
+    ),
+    "another grammar": (
+        {"prompt": "a", "structured_outputs": {"grammar": "root ::= x"}},
+        400,
+        "^structured_outputs: grammar: is not supported here",
+    ),
     "unknown ones": ({"prompt": "a", **{f"a{i}": 0 for i in range(50_000)}}, 400, "^a0: is not supported here$"),
 }
 

@@ -149,22 +149,6 @@ def test_what_is_written_while_a_copy_is_under_way_is_copied_before_the_end(monk
     assert workdir.written == {"metrics.jsonl": b"1\n2\n"}
 
 
-def test_a_local_directory_is_appended_to_where_it_is(tmp_path):
-    logs = storage.LogDirectory(tmp_path)
-    assert logs.fetch("metrics.jsonl") == tmp_path / "metrics.jsonl"
-    logs.sync()
-    logs.close()
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_paths_are_told_apart(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    assert paths.is_remote("gs://bucket/run")
-    assert not paths.is_remote(tmp_path)
-    assert str(storage.absolute(storage.epath.Path("gs://bucket/run"))) == "gs://bucket/run"
-    assert str(storage.absolute(storage.epath.Path("run"))) == str(tmp_path / "run")
-
-
 def test_a_file_is_written_whole_with_its_mode_through_links_and_nothing_else_is_left(tmp_path):
     path, link = tmp_path / "a" / "file", tmp_path / "link"
     storage.write_file(path, "one")

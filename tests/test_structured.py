@@ -311,21 +311,3 @@ def test_fields_of_vllm_mean_what_they_mean_there(client, fields, pattern):
         answers = list(clients.map(ask, range(6)))
     assert all(re.fullmatch(pattern, answer.text) for answer in answers if answer.finish_reason == "stop")
     assert sum(answer.finish_reason == "stop" for answer in answers) > 4
-
-
-@pytest.mark.parametrize(
-    ("fields", "message"),
-    [
-        ({"response_format": {"type": "json_schema"}}, "response_format: json_schema.schema is missing"),
-        ({"response_format": {"type": "xml"}}, "response_format.type: "),
-        ({"guided_choice": []}, "guided_choice: "),
-        ({"guided_choice": ["a"], "guided_regex": "a"}, "guided_choice: guided_regex says already"),
-        ({"guided_json": OK, "suffix": "b", "max_tokens": 4}, "suffix: an answer that has to follow a grammar"),
-        ({"structured_outputs": {"grammar": "root ::= x"}}, "structured_outputs: grammar: is not supported here"),
-    ],
-    ids=str,
-)
-def test_what_cannot_be_followed_is_refused_by_its_name(address, fields, message):
-    answer = httpx.post(f"{address}/v1/completions", json={"prompt": "Sort 3 1."} | fields, timeout=60)
-    assert answer.status_code == 400
-    assert answer.json()["error"]["message"].startswith(message)
