@@ -111,7 +111,10 @@ def measure(checkpoint: epath.Path, data: str) -> dict:
     """The held-out loss of prepared data, where the model was trained by us, and its bits per byte, where known."""
     if not is_prepared(data):
         raise UserError(f"--data={data}: is no directory that `prepare` wrote")
-    check_scoring_alone()
+    useless = [flag.name for flag in _OF_TASKS if flag.present]
+    useless += [f"decode.{name}" for name in command.given(_SETTINGS) if name not in _OF_SCORING]
+    if useless:
+        raise UserError(f"--{useless[0]}: is of no use with --data, whose text is scored, not decoded")
     method, tokenizer = _method(checkpoint), load_tokenizer(checkpoint)
     is_own = not is_foreign(checkpoint) and (find_step(checkpoint)[0] / "config.json").exists()
     has_likelihood = system_of(method).scoring is not None
@@ -136,14 +139,6 @@ def measure(checkpoint: epath.Path, data: str) -> dict:
             some = spread(min(len(rows), _LIMIT.value or len(rows)), len(rows))
             measured |= held_out_bits(model, tokenizer, (rows[i] for i in some), method=method, **_scoring())
     return measured
-
-
-def check_scoring_alone() -> None:
-    """Raises UserError where flags of tasks or of decoding are given, which scoring a text has no use for."""
-    useless = [flag.name for flag in _OF_TASKS if flag.present]
-    useless += [f"decode.{name}" for name in command.given(_SETTINGS) if name not in _OF_SCORING]
-    if useless:
-        raise UserError(f"--{useless[0]}: is of no use with --data, whose text is scored, not decoded")
 
 
 def _method(checkpoint: epath.Path) -> str:

@@ -3,6 +3,7 @@
 A template is a jinja2 program. It is rendered as transformers does, in jinja2's sandbox.
 """
 
+import functools
 import json
 from typing import Any, NoReturn
 
@@ -25,7 +26,7 @@ class ChatTemplate:
         environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
         )
-        environment.filters["tojson"] = _to_json
+        environment.filters["tojson"] = functools.partial(json.dumps, ensure_ascii=False)  # jinja2's escapes for HTML
         environment.globals["raise_exception"] = _refuse
         try:
             self._template = environment.from_string(source)
@@ -38,11 +39,6 @@ class ChatTemplate:
             return self._template.render(**variables)
         except Exception as error:  # noqa: BLE001  a program may raise anything
             raise UserError(f"{self._origin}: the chat template fails: {first_line(error)}") from error
-
-
-def _to_json(value: object, ensure_ascii=False, indent=None, separators=None, sort_keys=False) -> str:
-    """The value as JSON; jinja2's own filter would escape it for HTML."""
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
 def _refuse(message: object) -> NoReturn:

@@ -89,7 +89,9 @@ def global_batches(rows: RowSource, sharding: NamedSharding, *, batch_size: int,
     This host reads only the rows that its own devices hold; the other arguments are those of `host_batches`.
     """
     shape = (batch_size, rows.row_length)
-    for batch in host_batches(rows, _local_rows(sharding, shape), batch_size=batch_size, **steps):
+    held = sharding.addressable_devices_indices_map(shape).values()
+    local = sorted({row for part, _ in held for row in range(*part.indices(batch_size))})
+    for batch in host_batches(rows, local, batch_size=batch_size, **steps):
         yield Rows(**{name: jax.make_array_from_process_local_data(sharding, x, shape) for name, x in batch.items()})
 
 
@@ -130,9 +132,3 @@ def epochs(rows: RowSource, drawn: int) -> dict[str, float]:
     """The number of epochs of the data, or of each part of a mixture, after so many rows."""
     names = [f"epoch_{name}" if name else "epoch" for name, *_ in rows.shares]
     return dict(zip(names, row_order(rows, seed=0).epochs(drawn), strict=True))
-
-
-def _local_rows(sharding: NamedSharding, shape: tuple[int, int]) -> list[int]:
-    """Rows of the global batch that this host's devices hold."""
-    held = sharding.addressable_devices_indices_map(shape).values()
-    return sorted({row for rows, _ in held for row in range(*rows.indices(shape[0]))})
