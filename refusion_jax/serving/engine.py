@@ -78,6 +78,7 @@ class Engine:
             model.config,
         )
         self._decoder = decoder = decoder_for(self._largest, model.config)
+        self.fills_gaps = decoder.fills_gaps  # whether text after an answer may be given
         self._model, self._second, self._making, self._prefix_cache = model, None, threading.Lock(), prefix_cache
         model = as_decoded(model, settings)
         self.rows = batch_rows(rows, rows, mesh_of(model))
@@ -108,11 +109,6 @@ class Engine:
         """(drafts that forwards have verified since the start, those of them that were committed)."""
         drafts = self._drafts + (self._second.verified if self._second else 0)
         return int(drafts[0]), int(drafts[1])
-
-    @property
-    def fills_gaps(self) -> bool:
-        """Whether text after an answer may be given."""
-        return self._decoder.fills_gaps
 
     @property
     def is_ready(self) -> bool:
