@@ -61,6 +61,10 @@ _TRAINING = {
         "tensorboard", "what else shows them, with commas between: tensorboard | wandb | trackio; empty: nothing"
     ),
     "profile_steps": Setting((), "first and last step to profile, such as (10,12); TensorBoard shows it"),
+    "debug_nans": Setting(False, "name the first weight, gradient or update that is not finite; slower"),
+    "compilation_cache": _one_of(
+        "own | shared | off", "in your cache directory, or in DIR for all hosts, where it holds code that is run"
+    ),
 }
 
 _MESH = {
@@ -70,13 +74,6 @@ _MESH = {
     "expert": _axis(1, "as fsdp, but layers with experts are split by whole ones"),
     "tensor": _axis(1, "heads, mlp and vocabulary split over these chips"),
     "sequence": _axis(1, "the tokens of each row are split over these chips"),
-}
-
-_TRAINING |= {
-    "debug_nans": Setting(False, "name the first weight, gradient or update that is not finite; slower"),
-    "compilation_cache": _one_of(
-        "own | shared | off", "in your cache directory, or in DIR for all hosts, where it holds code that is run"
-    ),
 }
 
 _MODEL = {
@@ -188,11 +185,8 @@ def keys() -> dict[str, Setting]:
     sections = {"mesh": _MESH, "model": _MODEL, "lora": _LORA, "data": _DATA, "eval": _EVAL, "checkpoint": _CHECKPOINT}
     sections |= {"guard": _GUARD}
     sections |= {s.section.name: s.section.keys for s in systems().values() if s.section.name}
-    return (
-        {"objective": objective}
-        | _TRAINING
-        | {f"{section}.{name}": key for section, own in sections.items() for name, key in own.items()}
-    )
+    nested = {f"{section}.{name}": key for section, own in sections.items() for name, key in own.items()}
+    return {"objective": objective} | _TRAINING | nested
 
 
 def keys_of(objective: str) -> dict[str, Setting]:
