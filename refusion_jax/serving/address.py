@@ -1,6 +1,7 @@
 """The address that a server listens on, and how many may be connected to it."""
 
 import contextlib
+import os
 import resource
 import socket
 
@@ -14,20 +15,14 @@ def listen(host: str, port: int) -> socket.socket:
     flag.
     """
     try:
-        family, kind, protocol, _, address = socket.getaddrinfo(
-            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        )[0]
+        family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
     except (OSError, UnicodeError) as error:
         raise UserError(f"--host={host}: no address of this machine") from error
-    listening = socket.socket(family, kind, protocol)
-    listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        listening.bind(address)
-        listening.listen()  # until then another process might bind the address, too
+    both = family == socket.AF_INET6 and socket.has_dualstack_ipv6()
+    try:  # it listens at once: until then another process might bind the address, too
+        return socket.create_server(address, family=family, dualstack_ipv6=both)
     except OSError as error:
-        listening.close()
-        raise UserError(f"--host={host} --port={port}: {error.strerror}") from error
-    return listening
+        raise UserError(f"--host={host} --port={port}: {os.strerror(error.errno)}") from error
 
 
 def most_connections() -> int:
