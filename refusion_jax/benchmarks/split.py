@@ -8,8 +8,7 @@ of the device, then those of the server. The server runs in a process of its own
 byte by half of the round trip, and lets as many pass as the bandwidth has, in each direction. Prompts are decoded one
 at a time. It prints for each setup, precision, codec, round trip and bandwidth: tokens per second and what `plan
 --what=split` expects of the measured machines; round trips and bytes for each token; bytes of both sides; answers that
-are right (problems of the quickstart), and that are those of the whole, unrounded model; bits per byte of the right
-answers.
+are right (problems of the quickstart), and that are those of the whole, unrounded model.
 """
 
 import contextlib
@@ -29,18 +28,14 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 from absl import flags
 from etils import epath
 from flax import nnx
 from rich.console import Console
 from rich.table import Table
 
-from refusion_jax.batch.visibility import sees
 from refusion_jax.benchmarks.decode import SIZES, random_model, random_prompts, read_setup
 from refusion_jax.checkpoints.load import (
-    find_objective,
     load_model,
     load_tokenizer,
     open_weights,
@@ -50,22 +45,17 @@ from refusion_jax.checkpoints.load import (
 from refusion_jax.cli.errors import UserError
 from refusion_jax.data import tasks
 from refusion_jax.decoding.requests import prepare
-from refusion_jax.model.key_values import attend_over
-from refusion_jax.model.ragged import Ragged
 from refusion_jax.model.shape import ModelConfig
 from refusion_jax.model.transformer import Transformer
 from refusion_jax.split import choice, frames
-from refusion_jax.split.codec import CODECS, Codec
+from refusion_jax.split.codec import CODECS
 from refusion_jax.split.device import decode_split, decoder_on_link
 from refusion_jax.split.link import Link
 from refusion_jax.split.model import SplitModel
 from refusion_jax.split.parts import Reader, fingerprint, load_part
 from refusion_jax.split.server import service_of
 from refusion_jax.systems.api import decode
-from refusion_jax.systems.interface import ScoredText
-from refusion_jax.systems.registry import find_system
 
-_SCORED = 24  # problems whose right answers are scored
 _SAME = "same,same,same,same"
 
 
@@ -100,7 +90,7 @@ def main(own: flags.FlagValues) -> None:
             raise UserError(f"--precision={text}: must be four of {', '.join(choice.PRECISIONS)}, with commas between")
     table = Table(
         *("setup", "precision", "codec", "rtt, ms", "Mbit/s", "tokens/s", "planned", "trips", "bytes"),
-        *("device, KiB", "server, KiB", "right", "same", "bits a byte"),
+        *("device, KiB", "server, KiB", "right", "same"),
     )
     for setup, precision in itertools.product(own.setup, own.precision):
         for record in measure(setup, precision.split(","), own, rtts, bandwidths):
@@ -113,7 +103,6 @@ def main(own: flags.FlagValues) -> None:
                 *(f"{record['round_trips_per_token']:.2f}", f"{record['bytes_per_token']:,.0f}"),
                 *(f"{record[name] / 1024:,.0f}" for name in ("device_bytes", "server_bytes")),
                 *(right, f"{record['same']:.1%}"),
-                f"{record['bits_per_byte']:.5f}" if checkpoint_of(setup) else "",
             )
     Console().print(table)
 
@@ -169,7 +158,6 @@ def measure(
 
         run("exact")  # compiles
         for codec in own.codecs:
-            quality = bits_per_byte(lower, upper, CODECS[codec], checkpoint, problems[:_SCORED]) if checkpoint else None
             # What the host does in a round trip is measured once, on the link as it is.
             shaper.rtt, shaper.bandwidth = 0.0, 1e12
             spent = run(codec)
@@ -197,43 +185,12 @@ def measure(
                     "hidden_state_bytes": spent["crossed"] / spent["crossed_exactly"],
                     "right": statistics.mean(right) if right else None,
                     "same": statistics.mean(a == b for a, b in zip(answers, whole, strict=True)),
-                    "bits_per_byte": quality,
                     "device_bytes": bytes_of(lower, decoder.cache_length),
                     "server_bytes": bytes_of(upper, decoder.cache_length),
                     "tokens": tokens,
                 }
         asking.close()
         link.close()
-
-
-def bits_per_byte(
-    lower: Transformer, upper: Transformer, codec: Codec, checkpoint: str, problems: Sequence[tasks.Problem]
-) -> float:
-    """Bits per byte of the right answers, with hidden states that cross to the other part and come back."""
-    tokenizer, config = load_tokenizer(checkpoint), lower.config
-    forward = find_system(find_objective(Path(checkpoint))).scoring.forward
-    total = count = 0.0
-    for problem in problems:
-        (prompt,) = tokenizer.encode_prompts([problem.query])
-        answer = [*tokenizer.encode([problem.response])[0], config.eos_token_id]
-        text = ScoredText(np.array(prompt), np.array(answer), 4, "left_to_right", config.mask_token_id, (0,), "")
-        s = forward(text)
-        visible = sees(s.rank[:, None], s.group[:, None], s.rank[None], s.group[None])[None]
-
-        def through(part, x, s=s, visible=visible):
-            T, first = x.shape[1], part.layers.first
-            over = attend_over(part.empty_cache(1, 1), np.zeros(1, np.int32), jnp.array(visible), Ragged.whole(1, T))
-            return part.through_layers(x, jnp.array(s.positions)[None], lambda *a: over(*a[:3], a[3] - first))[0]
-
-        def crossed(x):
-            x = np.asarray(x)[0]
-            return jnp.array(codec.decode(codec.encode(x), *x.shape, x.dtype))[None]
-
-        x = crossed(through(lower, lower.embedded(jnp.array(s.tokens)[None])))
-        logits = lower.logits(crossed(upper.normed(through(upper, x))))[0]
-        chance = jax.nn.log_softmax(logits)[np.arange(len(s)), s.labels]
-        total, count = total - float(np.sum(s.weights * np.asarray(chance))), count + len(problem.response.encode())
-    return total / count / math.log(2)
 
 
 def bytes_of(part: Transformer, cache_length: int) -> int:
