@@ -19,6 +19,7 @@ import uvicorn
 from conftest import ROOT, environment, run, start
 from helpers import wait_until
 
+from refusion_jax.cli.errors import UserError
 from refusion_jax.serving.address import listen
 from refusion_jax.serving.connections import TimedConnection
 
@@ -47,6 +48,13 @@ def test_bad_flags_are_told_in_one_line(flags, why, trained_run):
     assert out == ""
     assert err.count("\n") == 1
     assert re.search(why, err), err
+
+
+def test_a_port_is_taken_before_a_model_is_loaded():
+    """By whoever asks for it first, though clients are served later."""
+    with listen("127.0.0.1", 0) as first:
+        with pytest.raises(UserError, match=r"--port=\d+: Address already in use"):
+            listen("127.0.0.1", first.getsockname()[1])
 
 
 def test_keys_origins_and_a_log(trained_run, monkeypatch):

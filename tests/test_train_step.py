@@ -156,3 +156,9 @@ def test_a_token_count_passes_32_bits():
     assert wide_to_int(add_wide(words, jnp.int32(2))) == 2**32 - 1
     assert wide_to_int(add_wide(words, jnp.int32(3))) == 2**32
     assert wide_to_int(add_wide(add_wide(words, jnp.int32(1000)), jnp.int32(5))) == 2**32 + 1002
+
+
+def test_micro_batches_are_strided_and_lose_no_row():
+    x = jnp.arange(12).reshape(12, 1)
+    parts = sharding.split_batch(x, 3)
+    assert parts[:, :, 0].tolist() == [[0, 3, 6, 9], [1, 4, 7, 10], [2, 5, 8, 11]]
