@@ -124,8 +124,8 @@ def describe_call(ids: Sequence[object], requests: Sequence[Request]) -> dict[st
 
 def check_place(checkpoint: epath.Path, flag: str, output: epath.Path, beginning: bytes, kind: str) -> None:
     """Raises UserError, naming the flag, where a file cannot be written, holds something else, or is among weights."""
-    flag_values.check_file(flag, output, beginning, kind)
     flag_values.check_apart(output, [_INPUT.value] if _INPUT.value else [], flag)
+    flag_values.check_file(flag, output, beginning, kind)
     if not is_remote(output) and not is_remote(checkpoint):
         root = checkpoint if is_foreign(checkpoint) else find_step(checkpoint)[0]
         if Path(os.path.realpath(root / "checkpoints")) in Path(os.path.realpath(output)).parents:

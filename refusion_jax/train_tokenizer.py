@@ -36,8 +36,8 @@ def main() -> None:
     if _INPUT.value is None or _OUTPUT.value is None:
         raise UserError("--input and --output are needed; --help explains")
     output = Path(_OUTPUT.value)
-    flag_values.check_file("output", output, _BEGINNING, "no tokenizer of ours")
     flag_values.check_apart(output, find_files(_INPUT.value))
+    flag_values.check_file("output", output, _BEGINNING, "no tokenizer of ours")
     config = default_config()
     config.data.path = _INPUT.value
     config.data.update({name: flag.value for name, flag in _FIELDS.items()})
