@@ -145,8 +145,6 @@ class Chat:
 def main() -> None:
     if _CHECKPOINT.value is None:
         raise UserError("--checkpoint=DIR is needed; --help explains")
-    if not (sys.stdin and sys.stdout):
-        raise UserError("stdin or stdout is closed; turns come from the one, and answers go to the other")
     checkpoint, given = epath.Path(_CHECKPOINT.value), command.given(_SETTINGS)
     given["method"] = choose_method(checkpoint, given.get("method"))
     check_settings(given["method"], given)

@@ -211,7 +211,7 @@ def show(record: dict) -> None:
 def is_for_people() -> bool:
     """Whether the text of a single prompt, and nothing else, goes to a terminal."""
     is_shown = _PROMPT.value is not None and not _OUTPUT.value and not _JSON.value
-    return is_shown and bool(sys.stdout) and sys.stdout.isatty()
+    return is_shown and sys.stdout.isatty()
 
 
 def to_line(record: dict) -> str:

@@ -3,6 +3,7 @@
 import errno
 import os
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -49,11 +50,21 @@ def test_whatever_goes_wrong_is_one_line_and_the_code_of_whose_fault_it_is(error
     assert ended(error, capsys) == (code, said)
 
 
+@pytest.mark.parametrize(
+    ("closes", "code"), [("{ sleep 1; %s; } | true; exit ${PIPESTATUS[0]}", 141), ("%s >&- <&-", 0)]
+)
+def test_an_output_that_nobody_reads_is_no_fault(closes, code):
+    program = "import sys; from refusion_jax.cli import command; command.guard(lambda: print(sys.stdout.isatty()))"
+    ours = f"{shlex.quote(sys.executable)} -c {shlex.quote(program)}"
+    ended = subprocess.run(["bash", "-c", closes % ours], cwd=ROOT, capture_output=True, text=True)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (code, "", "")
+
+
 class Panic(BaseException):
     """As Rust's reach Python."""
 
 
-@pytest.mark.parametrize("error", [KeyError("where"), Panic("'where'")])
+@pytest.mark.parametrize("error", [KeyError("where"), Panic("'where'"), BrokenPipeError("'where'")])
 def test_what_nobody_has_thought_of_is_one_line_and_a_file_with_the_trace(error, capsys):
     code, err = ended(error, capsys)
     assert code == 1

@@ -8,6 +8,7 @@ import importlib
 import io
 import os
 import re
+import select
 import shlex
 import sys
 import tempfile
@@ -134,12 +135,14 @@ def guard(main: Callable[[], None]) -> None:
     """
     gc.freeze()  # what is imported so far
     gc.enable()
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:  # closed by whoever started the command, as by `>&-`
+            setattr(sys, name, open(os.devnull, mode))
     try:
         main()
-        if sys.stdout:
-            sys.stdout.flush()
+        sys.stdout.flush()
     except SystemExit as error:
-        if isinstance(error.__context__, BrokenPipeError):  # so does rich end
+        if isinstance(error.__context__, BrokenPipeError) and _is_unread():  # so does rich end
             _end(None, 141)
         raise
     except BaseException as error:  # noqa: BLE001  whatever nobody has thought of; a panic of Rust is no Exception
@@ -155,7 +158,7 @@ def verdict(error: BaseException) -> tuple[Exception | None, int]:
             return error, 1
         case KeyboardInterrupt():
             return Failure(str(error) or "interrupted"), 130
-        case BrokenPipeError():
+        case BrokenPipeError() if _is_unread():
             return None, 141
         case OSError(errno=number, filename=path) if path is not None and number in _OF_A_PATH:
             return UserError(f"{os.fsdecode(path)}: {error.strerror}"), 2
@@ -174,6 +177,14 @@ def verdict(error: BaseException) -> tuple[Exception | None, int]:
     return Failure(_unforeseen(error)), 1
 
 
+def _is_unread() -> bool:
+    """Whether whoever read stdout or stderr has gone; the pipe that broke may have been one to a process of ours."""
+    poll = select.poll()
+    for descriptor in (1, 2):
+        poll.register(descriptor, 0)
+    return any(event & (select.POLLERR | select.POLLHUP) for _, event in poll.poll(0))
+
+
 # What is wrong with a path that a user has given, and what with the disk below it.
 _OF_A_PATH = {errno.ENAMETOOLONG, errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.EISDIR, errno.EROFS, errno.ELOOP}
 _OF_A_PATH |= {errno.ENOENT, errno.EEXIST}  # a link to nothing, or a file in the place of a directory
@@ -189,8 +200,7 @@ def _end(error: Exception | None, code: int, cause: BaseException | None = None)
         if error:
             explain(error)
     try:
-        if sys.stdout:
-            sys.stdout.flush()
+        sys.stdout.flush()
     except OSError:  # at its end Python would try again, and complain
         nowhere = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nowhere, 1)

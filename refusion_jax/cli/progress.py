@@ -38,9 +38,8 @@ def progress(*columns: ProgressColumn, ticks: bool = True) -> Progress:
       *columns: by default what it is about, the bar, how many of how many, the rate and the time left.
       ticks: draw it ten times a second, which what is measured meanwhile would notice; else as it advances.
     """
-    is_shown, is_seen = (bool(stream and stream.isatty()) for stream in (sys.stderr, sys.stdout))
     columns = columns or (_WHAT, BarColumn(), MofNCompleteColumn(), _Rate(), TimeRemainingColumn())
-    how = {"disable": not is_shown, "redirect_stdout": is_seen, "auto_refresh": ticks}
+    how = {"disable": not sys.stderr.isatty(), "redirect_stdout": sys.stdout.isatty(), "auto_refresh": ticks}
     return Progress(*columns, console=Console(stderr=True), **how)
 
 
