@@ -3,7 +3,7 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
-from conftest import PROMPTS, settings, sharp_models, tiny_config
+from conftest import BOS, PROMPTS, settings, sharp_models, tiny_config
 
 from refusion_jax import decode
 from refusion_jax.decoding.requests import Request, prepare
@@ -28,6 +28,10 @@ def test_the_places_of_the_docstring():
     assert fed([[5, 6, 7]], 2, 0, 3) == ["xxxxx.x.x."]
     assert fed([[5, 6, 7]], 2, 1, 3) == ["xxxxxxx.x."]
     assert fed([[5, 6, 7]], 2, 3, 3) == ["x" * 10]
+
+
+def test_masks_of_several_gaps_are_counted_through_and_what_is_given_is_fed():
+    assert fed([Request([BOS], (4, [7, 8], 5))], 2, 0, 2) == ["xxx" + "x." + "xx" + "x.x.x"]
 
 
 def test_one_mask_for_each_is_decoding_as_it_was_and_more_is_close_to_it():
