@@ -101,6 +101,10 @@ BAD = {
     ),
     "empty stop string": ([*GENERATE, "--prompt=x", "--stop="], "--stop=: is empty"),
     "two configs": (["train", "--config=a.py", "--config=b.py"], "--config=a.py --config=b.py: give one config, and"),
+    "a model too small to split": (
+        ["bench", "split", "--key={dir}/good.jsonl", "--setup=refusion {run}"],
+        "--layers=1: leaves none of the 1 layers to the server",
+    ),
     "counts that nobody made": (["bench", "calibration", "--output={dir}/new"], "new: only --compile makes new counts"),
     "output is a directory": (["generate", "--checkpoint={run}", "--prompt=x", "--output={dir}"], "is a directory"),
     "tokenizer of nothing": (["train_tokenizer", "--input={dir}/none.txt", "--output={dir}/t.model"], "does not exist"),

@@ -116,6 +116,8 @@ def measure(
     settings = read_setup(" ".join([method, *rest]), shared, checkpoint)
     model = load_model(checkpoint, own.dtype) if checkpoint else random_model(own.size, own.dtype)
     (read, config), problems = open_for_bench(checkpoint, own.size), []
+    if own.layers >= config.num_hidden_layers:
+        raise UserError(f"--layers={own.layers}: leaves none of the {config.num_hidden_layers} layers to the server")
     ends = (0, own.layers), (own.layers, config.num_hidden_layers)
     lower, upper = (
         load_part(read, config, *layers, own.dtype, *each)
