@@ -114,6 +114,10 @@ BAD = {
         ["generate", "--checkpoint={run}", "--prompt=x", "--output={run}/model.json"],
         "model.json: is there already, and not answers; name another place",
     ),
+    "answers over another file": (
+        ["generate", "--checkpoint={run}", "--prompt=x", "--output={dir}/good.jsonl"],
+        "--output={dir}/good.jsonl: is there already, and not answers",
+    ),
     "page over another file": (
         ["generate", "--checkpoint={run}", "--prompt=x", "--watch={dir}/good.jsonl"],
         "--watch={dir}/good.jsonl: is there already, and no page of ours",
