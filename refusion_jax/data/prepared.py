@@ -2,12 +2,12 @@
 
 import bisect
 import contextlib
+import dataclasses
 import hashlib
 import itertools
 import resource
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from types import SimpleNamespace
 
 import numpy as np
 from array_record.python.array_record_module import ArrayRecordReader
@@ -39,9 +39,7 @@ class PreparedRows(RowSource):
         hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
         with contextlib.suppress(ValueError, OSError):
             resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-        known = [(str(directory / s.file), {"take": s.rows, "examples_in_shard": s.rows}) for s in m.shards]
-        # With the numbers of their records the files need not be opened to count them.
-        self._records = ArrayRecordDataSource([SimpleNamespace(filename=name, skip=0, **own) for name, own in known])
+        self._records = ArrayRecordDataSource([_Whole(str(directory / s.file), s.rows) for s in self.manifest.shards])
 
     def __len__(self) -> int:
         return self.manifest.rows
@@ -64,6 +62,19 @@ class PreparedRows(RowSource):
 
     def fingerprint(self) -> str:
         return _digest([shard.checksum for shard in self.manifest.shards])
+
+
+@dataclasses.dataclass(frozen=True)
+class _Whole:
+    """A file with a known number of records, so that it need not be opened to count them."""
+
+    filename: str
+    take: int
+    skip: int = 0
+
+    @property
+    def examples_in_shard(self) -> int:
+        return self.take
 
 
 def _check_file(path: epath.Path, shard: Shard) -> None:

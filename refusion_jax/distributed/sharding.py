@@ -15,7 +15,9 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from refusion_jax.cli.errors import UserError
 
-# The keys of config.mesh, which say what each is for.
+# replica: copies over the data-centre network; data: copies inside a slice; fsdp: weights split over the batch's
+# chips; expert: the same, where a layer has experts, by whole ones; tensor: heads, mlp and vocabulary split; sequence:
+# rows split.
 MESH_AXES = ("replica", "data", "fsdp", "expert", "tensor", "sequence")
 
 RULES: dict[str | None, str | tuple[str, ...] | None] = {
