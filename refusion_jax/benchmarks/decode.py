@@ -15,6 +15,7 @@ takes. Compilation time is printed separately.
 
 import dataclasses
 import functools
+import itertools
 import json
 import time
 from collections.abc import Iterator
@@ -204,12 +205,18 @@ def random_model(size: str, dtype: str, **changes: Any) -> Transformer:
 def copy_bandwidth() -> float:
     """Memory bandwidth in bytes per second, reading and writing, by changing an array larger than any cache in place.
 
-    A new array for every result would take the system ten times as long, to map its pages.
+    A new array for every result would take the system ten times as long, to map its pages. Starting a program takes a
+    GPU longer than one such change (an H200 seemed to have a third of its bandwidth), so the time of four more counts.
     """
-    x, seconds = jnp.zeros((2**26,), jnp.float32), []
-    add = jax.jit(lambda x: x + 1, donate_argnums=0)
-    for _ in range(6):  # the first time it compiles
+
+    @functools.partial(jax.jit, static_argnums=1, donate_argnums=0)
+    def add(x, times):
+        return jax.lax.fori_loop(0, times, lambda _, x: x + 1, x)
+
+    x, seconds = jnp.zeros((2**26,), jnp.float32), {1: [], 5: []}
+    for repeat, times in itertools.product(range(6), seconds):
         began = time.perf_counter()
-        x = jax.block_until_ready(add(x))
-        seconds.append(time.perf_counter() - began)
-    return 2 * x.nbytes / float(np.median(seconds[1:]))
+        x = jax.block_until_ready(add(x, times))
+        seconds[times] += [time.perf_counter() - began] * (repeat > 0)  # the first time it compiles
+    one, five = map(np.median, seconds.values())
+    return 2 * x.nbytes * 4 / float(five - one)
