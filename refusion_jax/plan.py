@@ -87,8 +87,6 @@ def main() -> None:
     if topology != _TOPOLOGY.value:
         print(f"{_TOPOLOGY.value} is {topology}", file=sys.stderr)
     libtpu_version()
-    if mismatch := version_mismatch():
-        print(mismatch, file=sys.stderr)
     if kind == "hlo":
         show(plan_dump(Path(_HLO.value), topology, slices))
         return
@@ -138,20 +136,23 @@ def check_use(kind: str) -> None:
 
 def show_verdict(record: dict, find_fix: Callable[[], str]) -> None:
     """Prints one plan; UserError, with the flags that make it fit, where it does not fit."""
+    warn_of_other_versions()
     show(record)
     if not record["fits"]:
         try:
             with waiting("looking for flags that make it fit"):
                 fix = find_fix()
-            tried = (
-                f"{fix} makes it fit" if fix else "none of the changes that were tried makes it fit: take more chips"
-            )
+            tried = f"{fix} makes it fit" if fix else "no change that was tried makes it fit: take more chips"
         except TimeoutError:
             tried = f"no change that makes it fit was found within {FIX_SECONDS:g} s: take more chips"
-        raise UserError(
-            f"needs {record['peak_hbm_gib']:.2f} of {record['hbm_limit_gib']:.2f} GiB per chip of "
-            f"{record['topology']}; {tried}"
-        )
+        needs = f"{record['peak_hbm_gib']:.2f} of {record['hbm_limit_gib']:.2f} GiB per chip of {record['topology']}"
+        raise UserError(f"needs {needs}; {tried}")
+
+
+def warn_of_other_versions() -> None:
+    """Not before there is a plan: what cannot be planned is one line."""
+    if mismatch := version_mismatch():
+        print(mismatch, file=sys.stderr)
 
 
 def show(record: dict) -> None:
@@ -180,6 +181,7 @@ def show_search(config: ml_collections.ConfigDict, topology: str, slices: int, d
         found = search(config, topology, slices, devices, tell)
     if not found:
         raise UserError(f"nothing that was tried fits {topology} at {config.batch_size} rows per step: take more chips")
+    warn_of_other_versions()
     if not _JSON.value:
         show(found[0])
         print(f"fastest by the estimate: {found[0]['flags']}")
