@@ -30,7 +30,7 @@ from refusion_jax.checkpoints.directory import is_complete, saved_steps
 from refusion_jax.checkpoints.load import check_fits, find_own_tokenizer, read_model_config
 from refusion_jax.checkpoints.lock import check_free, locked
 from refusion_jax.cli import command
-from refusion_jax.cli.errors import UserError, needs
+from refusion_jax.cli.errors import UserError, naming, needs
 from refusion_jax.config import CHANGEABLE, check, check_mesh, check_stores, help_texts, make_objective
 from refusion_jax.config.keys import keys
 from refusion_jax.config.model import adopt_shape, adopt_steps, model_config
@@ -104,7 +104,9 @@ def train(
     source = epath.Path(config.init_from) if config.init_from and (config.lora.rank or not steps) else None
     reads = make_objective(config, 0).reads
     default = source or (epath.Path(reads) if reads else None)
-    tokenizer, rows = load_dataset(config, workdir, default and find_own_tokenizer(default))
+    with naming(f"--config.{'init_from' if source else f'{config.objective}.reads'}"):
+        own = default and find_own_tokenizer(default)
+    tokenizer, rows = load_dataset(config, workdir, own)
     say(
         f"{rows.documents:,} documents in {len(rows):,} rows of {config.row_length} tokens, {rows.fill:.1%} full; "
         f"vocabulary of {tokenizer.size}"

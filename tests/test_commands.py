@@ -79,6 +79,11 @@ BAD = {
         [*TRAIN, NEW, DATA + "blank.txt"],
         "blank.txt: cannot train a tokenizer of 512 pieces on this corpus: it has no characters but blanks",
     ),
+    "no weights to start from": ([*TRAIN, NEW, "--config.init_from={dir}"], "--config.init_from: "),
+    "no model to draft for": (
+        [*TRAIN, NEW, "--config.objective=dflash", "--config.dflash.reads={dir}"],
+        "--config.dflash.reads: ",
+    ),
     "no prompt": (GENERATE, "one of --input=FILE and --prompt=TEXT are needed"),
     "nobody to talk with": (["chat"], "--checkpoint=DIR is needed"),
     "chat beyond the model": (

@@ -7,7 +7,7 @@ import ml_collections
 from etils import epath
 
 from refusion_jax.checkpoints.load import SIZES, read_model_config
-from refusion_jax.cli.errors import UserError
+from refusion_jax.cli.errors import UserError, naming
 from refusion_jax.config import check, default_config
 from refusion_jax.config.run_config import read_config
 from refusion_jax.data.interface import Tokenizer
@@ -29,7 +29,8 @@ def adopt_shape(config: ml_collections.ConfigDict, workdir: epath.Path) -> None:
     source = epath.Path(config.init_from)
     if not began and not source.is_dir():
         raise UserError(f"--config.init_from={source} is no directory")
-    there = began.model if began else dataclasses.asdict(read_model_config(source))
+    with naming("--config.init_from"):
+        there = began.model if began else dataclasses.asdict(read_model_config(source))
     for name, default in default_config().model.items():
         if config.model[name] == default:
             config.model[name] = there[name]
