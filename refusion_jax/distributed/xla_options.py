@@ -63,7 +63,9 @@ def versions() -> dict[str, str]:
 
 def version_mismatch() -> str:
     """One line where they are others than those that programs are planned and tested with; else empty."""
-    others = [f"{name} {has} in place of {_PLANNED[name]}" for name, has in versions().items() if has != _PLANNED[name]]
+    others = [
+        f"{name} {there} in place of {_PLANNED[name]}" for name, there in versions().items() if there != _PLANNED[name]
+    ]
     return f"{', '.join(others)}, with which memory and speed are planned and tested" if others else ""
 
 
