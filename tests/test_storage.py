@@ -201,27 +201,20 @@ def test_a_full_disk_leaves_the_old_file_and_no_part_of_the_new(tmp_path, full_d
     assert [(p.name, p.read_text()) for p in tmp_path.iterdir()] == [("file", "old")]
 
 
-def test_a_directory_to_which_is_still_written_is_removed(tmp_path, monkeypatch):
+def test_a_directory_which_late_writes_make_anew_stays_removed(tmp_path):
     directory = epath.Path(tmp_path / "partial")
-    (directory / "params").mkdir(parents=True)
-    (directory / "params" / "first").touch()
-    rmdir, unlink, done = os.rmdir, os.unlink, []
 
-    def rmdir_after_a_write(path, **place):
-        if done.append(path) or len(done) == 1:
-            (directory / "params" / "late").touch()
-        rmdir(path, **place)
+    def write_again_and_again():
+        for number in range(8):  # with pauses of half a second, in which the directory may be gone
+            (directory / "params").mkdir(parents=True, exist_ok=True)
+            (directory / "params" / str(number)).touch()
+            time.sleep(0.5)
 
-    def unlink_after_another(path, **place):
-        unlink(path, **place)
-        if path == "late":  # the writer took it away itself
-            unlink(path, **place)
-
-    monkeypatch.setattr(os, "rmdir", rmdir_after_a_write)
-    monkeypatch.setattr(os, "unlink", unlink_after_another)
+    writer = threading.Thread(target=write_again_and_again)
+    writer.start()
     storage.remove(directory)
+    writer.join()
     assert not directory.exists()
-    assert done == ["params", "params", str(directory)]
 
 
 def test_lines_that_find_no_room_are_written_later_each_once(tmp_path, full_disk, caplog):

@@ -105,9 +105,11 @@ def replacing(path: epath.PathLike) -> Iterator[Path]:
 
 
 def remove(directory: epath.Path) -> None:
-    """Removes it, again where writes that a failed save has not waited for add or remove files at the same time."""
-    for _ in range(50):
-        if not directory.exists():
+    """Removes it until it stays away for a second: writes that a failed save has not waited for may make it anew."""
+    gone = 0
+    for _ in range(100):
+        gone = 0 if directory.exists() else gone + 1
+        if gone == 10:
             return
         with contextlib.suppress(OSError):
             directory.rmtree()
