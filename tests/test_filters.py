@@ -123,3 +123,21 @@ def test_filters_refuse_a_text_of_which_they_see_a_part(tmp_path, tokenizer_file
     filters = FilterSettings(decontaminate=listed(tmp_path / "t.jsonl"))
     with pytest.raises(UserError, match=r"a.txt: filters see whole documents, and this one is longer than --shard_mib"):
         make(tokenizer_file, tmp_path / "a.txt", tmp_path / "out", filters=filters)
+
+
+def test_buckets_of_lengths_hold_every_document_once_and_count_the_others(tmp_path, tokenizer_file):  # noqa: F811
+    rng = random.Random(0)
+    answers = [" ".join(rng.choices(WORDS, k=n)) for n in range(1, 50)]
+    write_lines(tmp_path / "a.jsonl", [{"text": answer} for answer in answers])
+    write_lines(tmp_path / "b.jsonl", [{"query": "one", "response": answer} for answer in answers])
+    make(tokenizer_file, tmp_path / "*.jsonl", tmp_path / "all", row_length=256)
+    whole, found = documents(tmp_path / "all"), []
+    for least, most in (0, 16), (17, 32), (33, 0):
+        out, bounds = tmp_path / f"{least}", {"min_tokens": least, "max_tokens": most, "row_length": most or 256}
+        manifest = make(tokenizer_file, tmp_path / "*.jsonl", out, **bounds)
+        bucket = documents(out)
+        assert all(least <= len(prompt) + len(answer) <= (most or 256) for prompt, answer in bucket)
+        assert manifest.dropped == {"length": len(whole) - len(bucket)}
+        found += bucket
+    assert sorted(found) == whole
+    assert len(whole) == 98

@@ -19,8 +19,9 @@ from refusion_jax.data.examples import Bad, Example
 from refusion_jax.data.interface import RowSource, Tokenizer
 
 BATCH = 1 << 19  # characters tokenized at a time: their ids are Python numbers for a moment, 40 bytes each
+TOO_LONG = "longer than a row"  # the kind of a prompt and its answer that fit in none
 _LONGEST_TOKEN = 128  # characters, on average; few tokens of any vocabulary are as long
-_TOO_LONG = Example("", "", "")  # in place of one that fits in no row, and might take gigabytes to tokenize
+_OVERLONG = Example("", "", "")  # in place of one that fits in no row, and might take gigabytes to tokenize
 _HINT = "on_error=skip leaves out what is too long"
 _T = TypeVar("_T")
 
@@ -99,7 +100,7 @@ def tokenize(
     in bounded memory.
     """
     most = _LONGEST_TOKEN * row_length
-    read = [example if example.prompt is None or example.characters <= most else _TOO_LONG for example in examples]
+    read = [example if example.prompt is None or example.characters <= most else _OVERLONG for example in examples]
     slices = [_slices(example.response, slice_size) for example in read]
     groups = batches(itertools.chain.from_iterable(slices), len)  # a bounded number of characters at a time
     encoded = itertools.chain.from_iterable(map(tokenizer.encode, groups))
@@ -112,7 +113,7 @@ def tokenize(
             continue
         if example.prompt is not None and example.characters > most:
             reason = f"{example.characters:,} characters do not fit in row_length={row_length}; {_HINT}"
-            yield Bad(example.where, reason, "longer than a row")
+            yield Bad(example.where, reason, TOO_LONG)
             continue
         begin = prompt if example.starts else []
         end = [tokenizer.eos_id] if example.ends else []
@@ -120,7 +121,7 @@ def tokenize(
         if example.prompt is not None and len(tokens) > row_length:
             reason = f"{len(begin)} prompt and {len(tokens) - len(begin)} response tokens do not fit in row_length="
             reason += f"{row_length}; {len(tokens)} would hold them, and {_HINT}"
-            yield Bad(example.where, reason, "longer than a row")
+            yield Bad(example.where, reason, TOO_LONG)
         else:
             yield Document(tokens, len(begin), example.prompt is None, example.starts)
 

@@ -25,7 +25,7 @@ from refusion_jax.data.filters import Filters, FilterSettings, filtered_out
 from refusion_jax.data.input_splits import InputSplit, read
 from refusion_jax.data.manifest import PROGRESS, Shard, file_checksum
 from refusion_jax.data.ngrams import band_digests
-from refusion_jax.data.packing import Document, batches, rows_of, tokenize
+from refusion_jax.data.packing import TOO_LONG, Document, batches, rows_of, tokenize
 from refusion_jax.data.rows import encode_row, token_type
 from refusion_jax.data.tokenizer import SentencePieceTokenizer
 from refusion_jax.distributed.storage import replacing, write_file
@@ -51,6 +51,14 @@ class PrepareSettings:
     fields: Fields
     near_dedup: bool = False
     filters: FilterSettings = FilterSettings()
+    min_tokens: int = 0
+    max_tokens: int = 0  # 0: any number
+
+    def leaves_out(self, document: Document | Bad) -> bool:
+        """Whether a document has fewer tokens than `min_tokens` or more than `max_tokens`."""
+        if isinstance(document, Bad):
+            return document.kind == TOO_LONG and 0 < self.max_tokens <= self.row_length
+        return not self.min_tokens <= len(document) <= (self.max_tokens or len(document))
 
 
 @dataclasses.dataclass
@@ -156,7 +164,7 @@ class Worker:
                 return filtered_out(example, "duplicate")
             if number | NEAR in repeated:
                 return filtered_out(example, "near_duplicate")
-            return self._filters(example) if self._filters else example
+            return self._filters(example) if self._filters or settings.min_tokens or settings.max_tokens else example
 
         for batch in batches(self._examples(chunk), lambda item: getattr(item[1], "characters", 0)):
             report.examples += len(batch)
@@ -172,6 +180,8 @@ class Worker:
                     kept.append((source, _split(example, settings.held_out), outcome))
             made = tokenize([example for *_, example in kept], self._tokenizer, settings.row_length, _SLICE)
             for (source, split, example), document in zip(kept, made, strict=True):
+                if settings.leaves_out(document):
+                    document = filtered_out(example, "length")
                 if isinstance(document, Bad):
                     bad.append(document)
                     continue
