@@ -146,7 +146,7 @@ class Setup:
 
 
 def choose(found: Sequence[Candidate], wanted: Wanted) -> tuple[list[Candidate], Candidate, str]:
-    """(the candidates within both limits; the best of them; which limits bind, and what takes most of a forward).
+    """(the candidates within both limits; the best of them; which limits bind, and what takes most of a pass).
 
     Raises UserError where there is none, with the least memory and the shortest answer of any.
     """

@@ -48,7 +48,7 @@ class Packing(NamedTuple):
 
 
 class SplitModel(Wrapper):
-    """The device's part of a model as the whole one. Decoders that read nothing of a forward do not wait for it."""
+    """The device's part of a model as the whole one. Decoders that read nothing of a forward pass do not wait."""
 
     def __init__(self, part: Transformer, link: Any):
         """The link is a `link.Link`, which the host asks while the device waits."""
