@@ -205,10 +205,10 @@ def test_a_directory_which_late_writes_make_anew_stays_removed(tmp_path):
     directory = epath.Path(tmp_path / "partial")
 
     def write_again_and_again():
-        for number in range(8):  # with pauses of half a second, in which the directory may be gone
+        for number in range(10):  # with pauses in which the directory may be gone
             (directory / "params").mkdir(parents=True, exist_ok=True)
             (directory / "params" / str(number)).touch()
-            time.sleep(0.5)
+            time.sleep(0.2)
 
     writer = threading.Thread(target=write_again_and_again)
     writer.start()
