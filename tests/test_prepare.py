@@ -22,6 +22,7 @@ from fuzz_inputs import write_files
 from helpers import wait_until, write_lines, write_tokenizer
 
 from refusion_jax import UserError
+from refusion_jax.data import duplicates
 from refusion_jax.data.examples import Fields
 from refusion_jax.data.fast_tokenizer import load_tokenizer_file
 from refusion_jax.data.manifest import read_manifest
@@ -168,7 +169,9 @@ def test_the_number_of_processes_changes_no_byte(tmp_path, tokenizer_file):
     assert {"manifest.json", "held_out/manifest.json", "dropped.jsonl", "tokenizer.model"} <= set(one)
 
 
-def test_duplicates_are_left_out_wherever_they_stand(tmp_path, tokenizer_file):
+@pytest.mark.parametrize("compared", [1000, 8])  # keys at a time
+def test_duplicates_are_left_out_wherever_they_stand(compared, tmp_path, tokenizer_file, monkeypatch):
+    monkeypatch.setattr(duplicates, "_PARTITION", compared)
     pairs = write_pairs(tmp_path / "a.jsonl", 100)
     lines = (tmp_path / "a.jsonl").read_text().splitlines(keepends=True)
     (tmp_path / "b.jsonl").write_text("".join(lines[::-1] + lines[:50]))

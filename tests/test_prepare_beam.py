@@ -12,6 +12,7 @@ from test_prepare import contents, make, tokenizer_file, write_pairs  # noqa: F4
 
 pytest.importorskip("apache_beam", reason="Apache Beam is not installed: pip install -e '.[beam]'")
 
+from refusion_jax.data import duplicates
 from refusion_jax.data.beam import BeamRunner
 
 # Beam's portable runner, a Go program, which it would otherwise download; or none.
@@ -32,11 +33,17 @@ def write_source(directory):
 
 
 @pytest.mark.parametrize("options", [["--runner=FnApiRunner"], ON_PRISM])  # in this process
-def test_beam_writes_the_same_bytes_and_goes_on_from_the_shards_that_are_there(options, tmp_path, tokenizer_file):  # noqa: F811
+def test_beam_writes_the_same_bytes_and_goes_on_from_the_shards_that_are_there(
+    options,
+    tmp_path,
+    tokenizer_file,  # noqa: F811
+    monkeypatch,
+):
     write_source(tmp_path / "in")
     beam = functools.partial(BeamRunner, options=options, count=1)
     keys = {"shard": 1 << 14, "dedup": True, "held_out": 0.1, "on_error": "skip"}
     make(tokenizer_file, tmp_path / "in", tmp_path / "local", **keys)
+    monkeypatch.setattr(duplicates, "_PARTITION", 8)  # keys compared at a time
     manifest = make(tokenizer_file, tmp_path / "in", tmp_path / "beam", runner=beam, **keys)
     assert contents(tmp_path / "beam") == contents(tmp_path / "local")
     assert manifest.dropped["duplicate"] >= 50

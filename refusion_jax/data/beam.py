@@ -53,7 +53,13 @@ class BeamRunner(Runner):
             yield next((read_json(path, Report) for path in made if path.exists()), Report())
 
     def mark_repeated(self, progress: epath.Path, chunks: int) -> None:
-        """Does what `duplicates.mark_repeated` does, with keys grouped by the partition they are in."""
+        """Does what `duplicates.mark_repeated` does, with keys grouped by the partition they are in.
+
+        Not on this machine alone, where the runner would hold all keys in memory.
+        """
+        if self._runner:
+            super().mark_repeated(progress, chunks)
+            return
         count, where = duplicates.partitions(progress, chunks), os.fspath(progress)
         self._run(
             beam.Create(list(range(chunks)))
