@@ -116,6 +116,9 @@ class Preparation:
             "mask_piece": None,
             "thinking": None,
         }
+        for bound in ("min_tokens", "max_tokens"):  # which older directories do not know
+            if not shape[bound]:
+                del shape[bound]
         parts = [[dataclasses.astuple(part) for part in chunk] for chunk in self.chunks]
         return hashlib.blake2b(json.dumps([shape, parts]).encode(), digest_size=16).hexdigest()
 
