@@ -83,7 +83,7 @@ _SHAPING = [
         "Files of domains, or of how URLs begin, one a line: leave out records of these",
     ),
     flags.DEFINE_integer("min_tokens", 0, "Leave out documents of fewer tokens", 0),
-    flags.DEFINE_integer("max_tokens", 0, "Leave out documents of more tokens; 0: none for that", 0),
+    flags.DEFINE_integer("max_tokens", 0, "Leave out documents of more tokens; 0: there is no bound", 0),
     flags.DEFINE_bool("shuffle", False, "Make each shard of parts of files that are drawn from all of them"),
     flags.DEFINE_float(
         "held_out", 0.0, "Share of documents, chosen by their text, that go to DIR/held_out instead", 0.0, 0.5

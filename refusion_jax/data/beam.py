@@ -55,7 +55,7 @@ class BeamRunner(Runner):
     def mark_repeated(self, progress: epath.Path, chunks: int) -> None:
         """Does what `duplicates.mark_repeated` does, with keys grouped by the partition they are in.
 
-        Not on this machine alone, where the runner would hold all keys in memory.
+        On this machine alone it is done without Beam, whose runner would hold all keys in memory.
         """
         if self._runner:
             super().mark_repeated(progress, chunks)
