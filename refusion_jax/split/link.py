@@ -20,7 +20,7 @@ from refusion_jax.split.model import Packing
 
 
 class Link(Channel):
-    """Where the hidden states of a device go, and come back from. Nothing is raised inside a forward: see `check`."""
+    """Where a device sends hidden states, and gets them back. Nothing is raised inside a forward pass: see `check`."""
 
     def __init__(self, address: tuple[str, int], key: Path, stamp: bytes, layers: int, codec: str, patience: float):
         """Connects a device that has so many layers of the model with this stamp, see `parts.fingerprint`.
@@ -62,7 +62,7 @@ class Link(Channel):
         self._given = None
 
     def send(self, packing: Packing, *arrays: np.ndarray) -> np.ndarray:
-        """Takes x, positions, length, visible, index and fed of a forward: an int32 that `receive` depends on."""
+        """Takes x, positions, length, visible, index and fed of a forward pass: an int32 that `receive` depends on."""
         self._attempt(self._keep, packing, *map(np.asarray, arrays))
         return np.int32(0)
 

@@ -38,7 +38,7 @@ Masks of theirs predict their own token and see the later masks, too; ours predi
 that fewer drafts are the first ones of a longer block. Our choice: a document begins with its token, wherever its block
 does. Left out: weights that fall along a block.
 
-Axes: B rows, T row length or tokens of a forward, M drafts, D hidden size, V vocabulary.
+Axes: B rows, T row length or tokens of a forward pass, M drafts, D hidden size, V vocabulary.
 """
 
 import dataclasses

@@ -6,7 +6,7 @@ theirs still draws tokens; ours takes the most probable ones.
 
 `llada2_edit` is that of LLaDA2.1 (arXiv 2602.08676), whose directories look the same. The forwards over a block also
 replace tokens that are written there already, where another one is more probable than `editing_threshold`. A block that
-has no masks left is edited until a forward changes nothing, in at most `max_post_steps` forwards; then it is committed.
+has no masks left is edited until a forward pass changes nothing, in at most `max_post_steps`; then it is committed.
 
 From the authors' `generate`, in the directory of LLaDA2.1-mini: all of this. The defaults are their "quality mode";
 "speed mode" is threshold=0.5 and editing_threshold=0. Here no block sees later ones, as in training and in their
