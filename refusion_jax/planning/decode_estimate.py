@@ -1,47 +1,29 @@
-"""Estimates tokens per second of a decoder on TPUs, by arithmetic on what every decoding run counts.
+"""Estimates how long a forward pass of a decoder takes on TPUs, by arithmetic.
 
 How many forwards an answer takes depends on what the model has learnt, and not on its size; how long a forward pass
-takes depends on its size and on the chip. So the first is counted with a small model, and the second computed for a
-large one. Nothing is compiled.
+takes depends on its size and on the chip. So the first is counted with a small model, and the second computed here for
+a large one. Nothing is compiled.
 
 Each forward reads its weights and the used cache entries of all rows once. The products with the weights, and
 attention, each take the time of their FLOPs or of their bytes at the chip's documented peaks, whichever is longer;
 activations stay on the chip. Chips that share the heads then wait for two all-reduces per layer and one for the
 embedding. tests/test_tpu_decoding.py compares these counts with those of the compiled program.
 
-A prefill counts as one forward more, since some decoders make their first drafts in it; what it takes beyond that is
-left out. Real chips are slower than this roofline, by how much has not been measured for decoding. The latency of
-operations and collectives, and rows that idle at the end of a queue are left out; a decoder that runs narrower forwards
-than its compiled width is faster than estimated.
+Real chips are slower than this roofline, by how much has not been measured for decoding. The latency of operations and
+collectives, and rows that idle at the end of a queue are left out; a decoder that runs narrower forwards than its
+compiled width is faster than estimated.
 
 Axes: D hidden size, L layers, E experts, T places of all rows.
 """
 
 import dataclasses
-from typing import Self
 
 from refusion_jax.decoding.cache import bytes_per_token
 from refusion_jax.distributed.chips import Chip
 from refusion_jax.model.flops import weights_in_layers
 from refusion_jax.model.shape import ModelConfig
 
-BATCH_SIZES = tuple(2**i for i in range(9))
 _DTYPE, _ITEMSIZE = "bfloat16", 2  # of weights, cache and activations
-
-
-@dataclasses.dataclass(frozen=True)
-class DecodeCounts:
-    """What decoding takes; means over answers."""
-
-    tokens: float  # of an answer
-    forwards: float  # of an answer, and one for the prefill of a decoder with a cache
-    places: float  # that a forward pass computes for a row: the decoder's compiled width
-    context: float  # cache entries that a forward pass reads for a row; 0 without a cache
-
-    @classmethod
-    def one_token_per_forward(cls, tokens: float, context: float) -> Self:
-        """The counts of left-to-right decoding of answers of this length."""
-        return cls(tokens, forwards=tokens + 1, places=1, context=context)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,9 +57,3 @@ def forward_costs(model: ModelConfig, rows: int, places: float, context: float, 
         cache_bytes=rows * (context + places) * bytes_per_token(c, _DTYPE) / chips,
         network_bytes=(2 * L + 1) * 2 * T * D * _ITEMSIZE * (chips - 1) / chips,
     )
-
-
-def tokens_per_second(counts: DecodeCounts, model: ModelConfig, chip: Chip, chips: int, batch_size: int) -> float:
-    """Estimated tokens per second of the whole batch, in bfloat16, on chips that share the heads."""
-    forward = forward_costs(model, batch_size, counts.places, counts.context, chips).seconds(chip)
-    return batch_size * counts.tokens / (counts.forwards * forward)

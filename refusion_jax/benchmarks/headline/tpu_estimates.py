@@ -11,9 +11,10 @@ from typing import Any
 from refusion_jax.benchmarks.decode import shape_of
 from refusion_jax.benchmarks.headline.results import Scored
 from refusion_jax.distributed.chips import find_chip
-from refusion_jax.planning.decode_estimate import BATCH_SIZES, DecodeCounts, tokens_per_second
+from refusion_jax.planning.decode_estimate import forward_costs
 
 MODEL = "8b"
+BATCH_SIZES = tuple(2**i for i in range(9))
 TOPOLOGIES = {"v5e:2x4": 8, "v5p:2x2x1": 4}  # number of chips, all of which share the heads
 
 
@@ -30,11 +31,15 @@ def tpu_estimates(points: list[Scored], problems: int) -> list[dict[str, Any]]:
 def _estimate(point: Scored, problems: int, topology: str, batch_size: int) -> dict[str, Any]:
     tokens, forwards = point["tokens"] / problems, point["forwards"] / problems
     context = point["prompt_tokens"] + tokens / 2  # in the middle of an answer
+    # A prefill counts as one forward more, since some decoders make their first drafts in it.
     prefills, seen = (1, context) if point["has_cache"] else (0, 0)
-    own = DecodeCounts(tokens, forwards + prefills, point["width"], seen)
-    single = DecodeCounts.one_token_per_forward(tokens, context)
-    place = shape_of(MODEL), find_chip(topology), TOPOLOGIES[topology], batch_size
-    speed, baseline = (tokens_per_second(counts, *place) for counts in (own, single))
+
+    def tokens_per_second(forwards: float, places: float, seen: float) -> float:
+        costs = forward_costs(shape_of(MODEL), batch_size, places, seen, TOPOLOGIES[topology])
+        return batch_size * tokens / (forwards * costs.seconds(find_chip(topology)))
+
+    speed = tokens_per_second(forwards + prefills, point["width"], seen)
+    baseline = tokens_per_second(tokens + 1, 1, context)
     return {
         "batch_size": batch_size,
         "settings": point["settings"],
