@@ -1,18 +1,36 @@
-"""Clients of a server: one that asks and measures, many that ask one after the other, and arrivals at random times."""
+"""A server in its own process, and its clients: many that ask and measure, and arrivals at random times."""
 
 import concurrent.futures
 import contextlib
 import dataclasses
 import http.client
 import json
+import re
+import signal
+import subprocess
+import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
 
 from refusion_jax.cli.errors import Failure
+
+
+@contextlib.contextmanager
+def serving(*command: str) -> Iterator[tuple[tuple[str, int], int]]:
+    """(host, port) and process id of a server, started by a command of ours, while the context lasts."""
+    line = [sys.executable, "-m", *command]
+    with subprocess.Popen(line, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True) as process:
+        told = re.search(r"([^/ ]+):(\d+)(/v1)?$", process.stdout.readline())
+        if not told:
+            raise Failure(f"the server did not start: exit code {process.wait()}")
+        try:
+            yield (told[1], int(told[2])), process.pid
+        finally:
+            process.send_signal(signal.SIGTERM)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -21,9 +21,6 @@ goodput is the share of them whose first text and whose tokens after it came in 
 
 import contextlib
 import json
-import signal
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -35,12 +32,12 @@ from etils import epath
 from rich.console import Console
 from rich.table import Table
 
-from refusion_jax.benchmarks._clients import Clients, Seen, arrivals
+from refusion_jax.benchmarks._clients import Clients, Seen, arrivals, serving
 from refusion_jax.benchmarks._soak import soak
 from refusion_jax.benchmarks.decode import SIZES, random_model, read_setup
 from refusion_jax.checkpoints.load import load_model, load_tokenizer
 from refusion_jax.cli import flag_values
-from refusion_jax.cli.errors import Failure, needs
+from refusion_jax.cli.errors import needs
 from refusion_jax.data import tasks
 from refusion_jax.data.tokenizer import SentencePieceTokenizer
 from refusion_jax.decoding.requests import prepare
@@ -79,7 +76,10 @@ def main(own: flags.FlagValues) -> None:
         import fastapi  # noqa: F401  # by the server
     with contextlib.ExitStack() as stack:
         checkpoint = own.checkpoint or _random(own.size, stack.enter_context(tempfile.TemporaryDirectory()))
-        address, pid = stack.enter_context(_serving(checkpoint, own))
+        method, *settings = own.setup.split()
+        settings += [f"method={method}", f"batch_size={own.rows}", f"max_new_tokens={own.new_tokens}"]
+        flags_given = [f"--checkpoint={checkpoint}", "--port=0", *(f"--decode.{setting}" for setting in settings)]
+        address, pid = stack.enter_context(serving("refusion_jax.serve", *flags_given))
         if own.minutes:
             return print(json.dumps({"benchmark": "serve"} | _soaked(address, pid, clients, own)))
         records = list(_at_rate(address, own) if own.rate else _by_clients(address, checkpoint, clients, own))
@@ -181,21 +181,3 @@ def _random(size: str, directory: str) -> str:
     for name, content in tokenizer.files.items():
         (epath.Path(directory) / name).write_bytes(content)
     return directory
-
-
-@contextlib.contextmanager
-def _serving(checkpoint: str, own: flags.FlagValues) -> Iterator[tuple[tuple[str, int], int]]:
-    """(host, port) and process id of a server of its own process, while the context lasts."""
-    method, *settings = own.setup.split()
-    settings += [f"method={method}", f"batch_size={own.rows}", f"max_new_tokens={own.new_tokens}"]
-    flags = [f"--checkpoint={checkpoint}", "--port=0", *(f"--decode.{setting}" for setting in settings)]
-    command = [sys.executable, "-m", "refusion_jax.serve", *flags]
-    with subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True) as process:
-        line = process.stdout.readline()
-        if not line:
-            raise Failure(f"the server did not start: exit code {process.wait()}")
-        host, _, port = line.rpartition("http://")[2].partition("/")[0].rpartition(":")
-        try:
-            yield (host, int(port)), process.pid
-        finally:
-            process.send_signal(signal.SIGTERM)

@@ -11,16 +11,15 @@ at a time. It prints for each setup, precision, codec, round trip and bandwidth:
 are right (problems of the quickstart), and that are those of the whole, unrounded model.
 """
 
-import contextlib
 import dataclasses
 import functools
 import itertools
 import json
 import math
-import multiprocessing
 import queue
 import socket
 import statistics
+import tempfile
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -29,31 +28,24 @@ from typing import Any
 
 import jax
 from absl import flags
-from etils import epath
 from flax import nnx
 from rich.console import Console
 from rich.table import Table
 
+from refusion_jax.benchmarks._clients import serving
 from refusion_jax.benchmarks.decode import SIZES, random_model, random_prompts, read_setup
-from refusion_jax.checkpoints.load import (
-    load_model,
-    load_tokenizer,
-    open_weights,
-    read_model_config,
-    reader_of,
-)
+from refusion_jax.checkpoints.load import load_model, load_tokenizer, open_weights
 from refusion_jax.cli.errors import UserError
 from refusion_jax.data import tasks
 from refusion_jax.decoding.requests import prepare
-from refusion_jax.model.shape import ModelConfig
+from refusion_jax.model import huggingface
 from refusion_jax.model.transformer import Transformer
-from refusion_jax.split import choice, frames
+from refusion_jax.split import choice
 from refusion_jax.split.codec import CODECS
 from refusion_jax.split.device import decode_split, decoder_on_link
 from refusion_jax.split.link import Link
 from refusion_jax.split.model import SplitModel
-from refusion_jax.split.parts import Reader, fingerprint, load_part
-from refusion_jax.split.server import service_of
+from refusion_jax.split.parts import fingerprint, load_part
 from refusion_jax.systems.api import decode
 
 _SAME = "same,same,same,same"
@@ -92,30 +84,40 @@ def main(own: flags.FlagValues) -> None:
         *("setup", "precision", "codec", "rtt, ms", "Mbit/s", "tokens/s", "planned", "trips", "bytes"),
         *("device, KiB", "server, KiB", "right", "same"),
     )
-    for setup, precision in itertools.product(own.setup, own.precision):
-        for record in measure(setup, precision.split(","), own, rtts, bandwidths):
-            print(json.dumps(record), flush=True)
-            right = "" if record["right"] is None else f"{record['right']:.1%}"
-            table.add_row(
-                *(record["setup"], record["precision"], record["codec"]),
-                *(f"{record[name]:g}" for name in ("rtt_ms", "mbit_per_second")),
-                *(f"{record[name]:.1f}" for name in ("tokens_per_second", "planned_tokens_per_second")),
-                *(f"{record['round_trips_per_token']:.2f}", f"{record['bytes_per_token']:,.0f}"),
-                *(f"{record[name] / 1024:,.0f}" for name in ("device_bytes", "server_bytes")),
-                *(right, f"{record['same']:.1%}"),
-            )
+    with tempfile.TemporaryDirectory() as random:
+        if any("random" in setup.split() for setup in own.setup):
+            huggingface.save(random_model(own.size, "float32"), random)
+        for setup, precision in itertools.product(own.setup, own.precision):
+            for record in measure(setup, precision.split(","), own, rtts, bandwidths, random):
+                print(json.dumps(record), flush=True)
+                right = "" if record["right"] is None else f"{record['right']:.1%}"
+                table.add_row(
+                    *(record["setup"], record["precision"], record["codec"]),
+                    *(f"{record[name]:g}" for name in ("rtt_ms", "mbit_per_second")),
+                    *(f"{record[name]:.1f}" for name in ("tokens_per_second", "planned_tokens_per_second")),
+                    *(f"{record['round_trips_per_token']:.2f}", f"{record['bytes_per_token']:,.0f}"),
+                    *(f"{record[name] / 1024:,.0f}" for name in ("device_bytes", "server_bytes")),
+                    *(right, f"{record['same']:.1%}"),
+                )
     Console().print(table)
 
 
 def measure(
-    setup: str, precision: list[str], own: flags.FlagValues, rtts: Sequence[float], bandwidths: Sequence[float]
+    setup: str,
+    precision: list[str],
+    own: flags.FlagValues,
+    rtts: Sequence[float],
+    bandwidths: Sequence[float],
+    random: str,
 ) -> Iterator[dict[str, Any]]:
-    """Yields a record of every codec, round trip and bandwidth."""
-    (method, _, *rest), checkpoint = setup.split(), checkpoint_of(setup)
-    shared = {"max_new_tokens": own.max_new_tokens, "batch_size": 1}
-    settings = read_setup(" ".join([method, *rest]), shared, checkpoint)
-    model = load_model(checkpoint, own.dtype) if checkpoint else random_model(own.size, own.dtype)
-    (read, config), problems = open_for_bench(checkpoint, own.size), []
+    """Yields a record of every codec, round trip and bandwidth; `random` is the directory of random weights."""
+    (method, place, *rest), problems = setup.split(), []
+    checkpoint = random if place == "random" else place
+    settings = read_setup(
+        " ".join([method, *rest]), {"max_new_tokens": own.max_new_tokens, "batch_size": 1}, checkpoint
+    )
+    model, read = load_model(checkpoint, own.dtype), open_weights(checkpoint)
+    config = model.config
     if own.layers >= config.num_hidden_layers:
         raise UserError(f"--layers={own.layers}: leaves none of the {config.num_hidden_layers} layers to the server")
     ends = (0, own.layers), (own.layers, config.num_hidden_layers)
@@ -123,22 +125,24 @@ def measure(
         load_part(read, config, *layers, own.dtype, *each)
         for layers, each in zip(ends, (precision[:2], precision[2:]), strict=True)
     )
-    if checkpoint:
+    if place == "random":
+        prompts = random_prompts(own.prompts, 16, config)
+    else:
         problems, tokenizer = list(tasks.problems("test", own.prompts, seed=0)), load_tokenizer(checkpoint)
         prompts = tokenizer.encode_prompts([problem.query for problem in problems])
-    else:
-        prompts = random_prompts(own.prompts, 16, model.config)
     whole = decode(model, prompts, settings).tokens
-    requests = prepare(prompts, settings, model.config)
+    requests = prepare(prompts, settings, config)
     device = choice.measure(config, own.dtype, *precision[:2])
-    with _serving(checkpoint, own.size, own.key, own.dtype, *precision[2:]) as port:
+    given = [f"--checkpoint={checkpoint}", f"--key={own.key}", "--port=0", "--memory=8", f"--dtype={own.dtype}"]
+    given += [f"--weights={precision[2]}", f"--cache={precision[3]}"]
+    with serving("refusion_jax.split", "server", *given) as ((_, port), _):
         shaper = Shaper(port)
         address, stamp = ("127.0.0.1", shaper.port), fingerprint(read, config, own.dtype)
         asking = Link(address, Path(own.key), stamp, 0, "exact", 600)
         server = choice.Machine(asking.server.fixed, asking.server.each)
         link = Link(address, Path(own.key), stamp, own.layers, "exact", 600)
         split = SplitModel(lower, link)
-        decoder = decoder_on_link(requests, model.config)
+        decoder = decoder_on_link(requests, config)
 
         def run(codec: str) -> dict[str, Any]:
             link.begin(codec)
@@ -154,7 +158,7 @@ def measure(
             trips = spent["round_trips"]
             prompt, tokens = statistics.mean(len(r.prompt) for r in requests), spent["tokens"] / len(requests)
             wanted = choice.Wanted(0, 0, prompt, tokens, model.dtype.itemsize)
-            setup = choice.Setup(model.config, device, server, network, wanted)
+            setup = choice.Setup(config, device, server, network, wanted)
             _, answer = setup.seconds(own.layers, codec, spent["tokens"] / trips, spent["fed"] / trips)
             return answer * len(requests)
 
@@ -205,41 +209,6 @@ def counts(link: Link) -> dict[str, int]:
     """Counts of what has crossed a link so far."""
     names = ("sent", "received", "round_trips", "crossed", "crossed_exactly", "fed")
     return {name: getattr(link, name) for name in names}
-
-
-def checkpoint_of(setup: str) -> str | None:
-    """The trained model of a setup; None: random weights."""
-    place = setup.split()[1]
-    return None if place == "random" else place
-
-
-def open_for_bench(checkpoint: str | None, size: str) -> tuple[Reader, ModelConfig]:
-    """The weights of a trained model, or random ones, the same in every process; and its shape."""
-    if checkpoint:
-        return open_weights(checkpoint), read_model_config(epath.Path(checkpoint))
-    model = random_model(size, "float32")
-    return reader_of(model), model.config
-
-
-@contextlib.contextmanager
-def _serving(*arguments: Any) -> Iterator[int]:
-    """The port of a server in a process of its own, while the context lasts; arguments are those of `_serve`."""
-    context = multiprocessing.get_context("spawn")
-    here, there = context.Pipe()
-    process = context.Process(target=_serve, args=(there, *arguments), daemon=True)
-    process.start()
-    try:
-        yield here.recv()
-    finally:
-        process.terminate()
-        process.join()
-
-
-def _serve(port: Any, checkpoint: str | None, size: str, key: str, *precision: str) -> None:
-    service = service_of(*open_for_bench(checkpoint, size), 1 << 33, *precision)
-    listening = socket.create_server(("127.0.0.1", 0))
-    port.send(listening.getsockname()[1])
-    service.listen(listening, frames.secured(Path(key), is_server=True))
 
 
 @dataclasses.dataclass(eq=False)
