@@ -17,7 +17,7 @@ import dataclasses
 import functools
 import json
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +34,7 @@ from refusion_jax.checkpoints.load import choose_method, find_tokenizer, load_mo
 from refusion_jax.cli import command, flag_values
 from refusion_jax.cli.errors import UserError, naming
 from refusion_jax.cli.progress import track
+from refusion_jax.decoding.answers import Answer
 from refusion_jax.decoding.cache import bytes_per_token
 from refusion_jax.decoding.prompts import read_prompts
 from refusion_jax.decoding.queue import batch_rows, mesh_of
@@ -122,10 +123,7 @@ def measure(model: Transformer, own: flags.FlagValues, batch_size: int, bandwidt
     answers, compiling = {}, {}
     calls = [(repeat, setup) for repeat in range(own.repeats + 1) for setup in setups]
     for repeat, setup in track(calls, f"batches of {batch_size}", ticks=False):
-        requests = prepare(prompts, setups[setup], c)
-        began = time.perf_counter()
-        answers[setup] = [answer for _, answer in stream(models[setup], requests)]
-        took = time.perf_counter() - began
+        answers[setup], took = timed(models[setup], prepare(prompts, setups[setup], c))
         if repeat:
             seconds[setup].append(took)
         else:
@@ -154,6 +152,14 @@ def measure(model: Transformer, own: flags.FlagValues, batch_size: int, bandwidt
             "dtype": own.dtype,
             "device": jax.devices()[0].device_kind,
         }
+
+
+def timed(model: Transformer, requests: Sequence[Request], *decoder: Any, **how: Any) -> tuple[list[Answer], float]:
+    """The answers in order, and the seconds that they took; arguments are those of `stream`."""
+    began = time.perf_counter()
+    found = dict(stream(model, requests, *decoder, **how))
+    seconds = time.perf_counter() - began
+    return [found[i] for i in range(len(requests))], seconds
 
 
 def prompts_in(file: str, checkpoint: str | None, settings: Settings) -> list[Request]:

@@ -34,7 +34,7 @@ from rich.table import Table
 
 from refusion_jax.benchmarks._clients import Clients, Seen, arrivals, serving
 from refusion_jax.benchmarks._soak import soak
-from refusion_jax.benchmarks.decode import SIZES, random_model, read_setup
+from refusion_jax.benchmarks.decode import SIZES, random_model, read_setup, timed
 from refusion_jax.checkpoints.load import load_model, load_tokenizer
 from refusion_jax.cli import flag_values
 from refusion_jax.cli.errors import needs
@@ -42,7 +42,6 @@ from refusion_jax.data import tasks
 from refusion_jax.data.tokenizer import SentencePieceTokenizer
 from refusion_jax.decoding.requests import prepare
 from refusion_jax.model import huggingface
-from refusion_jax.systems.api import stream
 from refusion_jax.systems.registry import default_system
 
 _ROOM = 1024  # tokens of a text, for random weights
@@ -163,9 +162,8 @@ def _decoding(checkpoint: str, texts: list[str], own: flags.FlagValues) -> Calla
     requests = prepare(tokenizer.encode_prompts(texts), settings, model.config)
 
     def decode() -> float:
-        began = time.perf_counter()
-        tokens = sum(len(answer.tokens) for _, answer in stream(model, requests))
-        return tokens / (time.perf_counter() - began)
+        answers, seconds = timed(model, requests)
+        return sum(len(answer.tokens) for answer in answers) / seconds
 
     return decode
 

@@ -17,10 +17,9 @@ import pathlib
 import subprocess
 import sys
 import tempfile
-import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, Self
+from typing import Any
 
 import jax
 import numpy as np
@@ -36,15 +35,15 @@ from refusion_jax.benchmarks.decode import (
     random_prompts,
     read_setup,
     read_shared,
+    timed,
 )
 from refusion_jax.checkpoints.load import load_model
 from refusion_jax.cli import flag_values
 from refusion_jax.cli.errors import UserError
-from refusion_jax.decoding.requests import Request, prepare
+from refusion_jax.decoding.requests import prepare
 from refusion_jax.distributed.cores import available_cores
 from refusion_jax.model import huggingface
 from refusion_jax.model.transformer import Transformer
-from refusion_jax.systems.api import stream
 from refusion_jax.systems.registry import default_system
 
 
@@ -99,19 +98,23 @@ def measure(model: Transformer, own: flags.FlagValues, batch_sizes: list[int]) -
 
     speeds: dict[Any, list[float]] = {key: [] for key in ["theirs", *subjects]}
     answers: dict[Any, list[list[int]]] = {}
-    with Theirs.of(model, own) as theirs:
-        threads = theirs.fastest(asked)
+    with their_code(model, own) as reply_to:
+        device = reply_to()["device"]
+        # The number of threads that decodes faster: a small model is slower on several. The first time starts them.
+        tried = {n: [reply_to(threads=n, **asked)["seconds"] for _ in range(2)] for n in {1, available_cores()}}
+        threads = min(tried, key=lambda n: tried[n][1])
         for repeat in range(own.repeats + 1):  # the first one compiles
-            answers["theirs"], seconds = theirs.decode(asked, threads)
-            taken = {"theirs": (sum(map(len, answers["theirs"])), seconds)}
+            theirs = reply_to(threads=threads, **asked)
+            taken = {"theirs": sum(map(len, theirs["answers"])) / theirs["seconds"]}
             for key, queue in queues.items():
-                answers[key], *taken[key] = ours(model, queue)
+                found, seconds = timed(model, queue)
+                answers[key] = [answer.tokens for answer in found]
+                taken[key] = sum(len(answer.commit_order) for answer in found) / seconds
             if repeat:
-                for key, (tokens, seconds) in taken.items():
-                    speeds[key].append(tokens / seconds)
-        device = theirs.device
+                for key, speed in taken.items():
+                    speeds[key].append(speed)
     eos = c.eos_token_id
-    cut = [answer[: [*answer, eos].index(eos) + 1] for answer in answers["theirs"]]  # through the first EOS
+    cut = [answer[: [*answer, eos].index(eos) + 1] for answer in theirs["answers"]]  # through the first EOS
     return [
         {
             "benchmark": "authors",
@@ -131,60 +134,35 @@ def measure(model: Transformer, own: flags.FlagValues, batch_sizes: list[int]) -
     ]
 
 
-def ours(model: Transformer, requests: list[Request]) -> tuple[list[list[int]], int, float]:
-    """Our answers, how many tokens were decoded for them, and the seconds that took."""
-    began = time.perf_counter()
-    found = dict(stream(model, requests))
-    seconds = time.perf_counter() - began
-    answers = [found[i] for i in range(len(requests))]
-    return [answer.tokens for answer in answers], sum(len(answer.commit_order) for answer in answers), seconds
+@contextmanager
+def their_code(model: Transformer, own: flags.FlagValues) -> Iterator[Callable[..., dict[str, Any]]]:
+    """Starts a process that runs the authors' code on the model's weights, see theirs.py.
 
+    Yields a function that sends it a line, unless there is none, and returns its reply; UserError where it has ended.
+    """
+    script = pathlib.Path(__file__).with_name("theirs.py")
+    with tempfile.TemporaryDirectory() as directory, tempfile.TemporaryFile() as errors:
+        huggingface.save(model, pathlib.Path(directory))
+        line = [own.python, str(script), str(pathlib.Path(own.checkout).absolute()), directory, own.dtype]
+        pipe = subprocess.PIPE
+        try:
+            process = subprocess.Popen(line, stdin=pipe, stdout=pipe, stderr=errors, text=True)
+        except OSError as error:
+            raise UserError(f"--python={own.python}: cannot be run: {error.strerror}") from error
 
-class Theirs:
-    """A process that runs the authors' code, with the model loaded."""
+        def reply_to(**asked: Any) -> dict[str, Any]:
+            if asked:
+                process.stdin.write(json.dumps(asked) + "\n")
+                process.stdin.flush()
+            if reply := process.stdout.readline():
+                return json.loads(reply)
+            process.wait()
+            errors.seek(0)
+            last = errors.read().decode(errors="replace").strip().splitlines()[-1:] or ["no message"]
+            raise UserError(f"--python={own.python}: the authors' code ended with: {last[0][:500]}")
 
-    def __init__(self, process: subprocess.Popen, errors: Any, python: str):
-        self._process, self._errors, self._python = process, errors, python
-        self.device = self._reply()["device"]
-
-    @classmethod
-    @contextmanager
-    def of(cls, model: Transformer, own: flags.FlagValues) -> Iterator[Self]:
-        """Started with the model's weights, and ended."""
-        script = pathlib.Path(__file__).with_name("theirs.py")
-        with tempfile.TemporaryDirectory() as directory, tempfile.TemporaryFile() as errors:
-            huggingface.save(model, pathlib.Path(directory))
-            line = [own.python, str(script), str(pathlib.Path(own.checkout).absolute()), directory, own.dtype]
-            pipe = subprocess.PIPE
-            try:
-                process = subprocess.Popen(line, stdin=pipe, stdout=pipe, stderr=errors, text=True)
-            except OSError as error:
-                raise UserError(f"--python={own.python}: cannot be run: {error.strerror}") from error
-            try:
-                yield cls(process, errors, own.python)
-            finally:
-                process.kill()
-                process.communicate()
-
-    def fastest(self, asked: dict[str, Any]) -> int:
-        """The number of threads that decodes faster; a small model is slower on several."""
-        seconds = {}
-        for threads in sorted({1, available_cores()}):
-            self.decode(asked, threads)  # starts them
-            _, seconds[threads] = self.decode(asked, threads)
-        return min(seconds, key=seconds.get)
-
-    def decode(self, asked: dict[str, Any], threads: int) -> tuple[list[list[int]], float]:
-        """The tokens decoded after each prompt, and the seconds that took; UserError where their code fails."""
-        self._process.stdin.write(json.dumps({"threads": threads} | asked) + "\n")
-        self._process.stdin.flush()
-        reply = self._reply()
-        return reply["answers"], reply["seconds"]
-
-    def _reply(self) -> dict[str, Any]:
-        if line := self._process.stdout.readline():
-            return json.loads(line)
-        self._process.wait()
-        self._errors.seek(0)
-        last = self._errors.read().decode(errors="replace").strip().splitlines()[-1:] or ["no message"]
-        raise UserError(f"--python={self._python}: the authors' code ended with: {last[0][:500]}")
+        try:
+            yield reply_to
+        finally:
+            process.kill()
+            process.communicate()

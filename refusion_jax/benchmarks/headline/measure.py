@@ -7,10 +7,10 @@ import collections
 import dataclasses
 import os
 import statistics
-import time
 from collections.abc import Sequence
 from typing import Any
 
+from refusion_jax.benchmarks.decode import timed
 from refusion_jax.benchmarks.headline.experiment import BATCH_SIZES, Budget, Point
 from refusion_jax.cli.errors import UserError
 from refusion_jax.data.interface import Tokenizer
@@ -19,7 +19,7 @@ from refusion_jax.decoding.answers import Answer
 from refusion_jax.decoding.player import Decodings
 from refusion_jax.decoding.requests import prepare
 from refusion_jax.model.transformer import Transformer
-from refusion_jax.systems.api import decoder_for, stream
+from refusion_jax.systems.api import decoder_for
 
 REPEATS = 9  # a small model decodes the timed problems in 0.2 s, and single repeats differ by a fifth
 PROXY_REPEATS, PROXY_PROBLEMS = 5, 24  # where a forward pass takes longer
@@ -62,17 +62,12 @@ class _Queue:
         self._model, self._record = subject.model, decodings.record if decodings else None
         self.requests = prepare(prompts, settings, self._model.config)
         self.decoder = decoder_for(self.requests, self._model.config)
-        dict(stream(self._model, self.requests[:batch_size], self.decoder, record=self._record))
+        timed(self._model, self.requests[:batch_size], self.decoder, record=self._record)
 
     def decode(self, repeats: int = 1) -> tuple[list[Answer], list[float]]:
         """The answers in order, and tokens per second of each repeat."""
-        speeds = []
-        for _ in range(repeats):
-            began = time.perf_counter()
-            answers = dict(stream(self._model, self.requests, self.decoder, record=self._record))
-            seconds = time.perf_counter() - began
-            speeds.append(sum(len(a.tokens) for a in answers.values()) / seconds)
-        return [answers[i] for i in range(len(answers))], speeds
+        found = [timed(self._model, self.requests, self.decoder, record=self._record) for _ in range(repeats)]
+        return found[-1][0], [sum(len(a.tokens) for a in answers) / seconds for answers, seconds in found]
 
 
 def score(
