@@ -132,8 +132,9 @@ class _Counter:
             return Costs(collectives=(self._collective(kind, computation, i),))
         if i.opcode == "fusion":
             return self._fusion(computation, i)
-        flops = _flops(computation, i)
         size = sum(s.bytes for s in (*i.shapes, *_operand_shapes(computation, i)) if s.in_hbm)
+        if kernel := _kernel(computation, i, size):
+            return Costs((kernel._replace(flops=_flops(computation, i)),))
         if i.opcode in ("dynamic-slice", "slice", "gather", "slice-start"):
             size = 2 * sum(s.bytes for s in i.shapes[:1])
         elif i.opcode == "dynamic-update-slice":
@@ -142,10 +143,7 @@ class _Counter:
             size = sum(s.bytes for s in i.shapes[:2] if s.in_hbm)
         elif i.opcode == "custom-call" and "tpu_custom_call" not in i.attributes:
             size = 0.0  # AllocateBuffer and the like
-        kernel = _kernel(computation, i)
-        if kernel and kernel.bytes is not None:
-            size = kernel.bytes
-        return Costs((Operation(1, flops, size, kernel.width if kernel else math.inf, _is_in_int8(computation, i)),))
+        return Costs((Operation(1, _flops(computation, i), size, in_int8=_is_in_int8(computation, i)),))
 
     def _fusion(self, computation: Computation, i: Instruction) -> Costs:
         """A fusion is one operation: only what it reads and writes goes through memory."""
@@ -231,13 +229,9 @@ class _Counter:
             kind = GATHER_BY_SUM
         group = first_group(i.attributes)
         n = len(group) if group else 2
-        received = {
-            "all-gather": size * (n - 1),
-            "all-reduce": 2 * size * (n - 1) / n,
-            GATHER_BY_SUM: 2 * size * (n - 1) / n,
-            "reduce-scatter": size * (n - 1) / n,
-            "all-to-all": size * (n - 1) / n,
-        }.get(kind, size)
+        others = (n - 1) / n
+        shares = {"all-gather": n - 1, "all-reduce": 2 * others, GATHER_BY_SUM: 2 * others}
+        received = size * (shares | {"reduce-scatter": others, "all-to-all": others}).get(kind, 1)
         crosses = len({device // self._chips_per_slice for device in group}) > 1
         return Collective(kind, "dcn" if crosses else "ici", 1, i.opcode.endswith("-start"), received if n > 1 else 0.0)
 
@@ -293,7 +287,7 @@ def _flops(computation: Computation, i: Instruction) -> float:
         named = re.search(r"\bpairs_(\d+)_of_(\d+)\b", i.attributes)  # as model/experts.py calls it
         share = int(named[1]) / int(named[2]) if named else 1
         return share * 2 * math.sqrt(math.prod(s.elements for s in arrays) / experts)
-    kernel = _kernel(computation, i)
+    kernel = _kernel(computation, i, 0.0)
     return kernel.flops if kernel else 0.0
 
 
@@ -302,21 +296,15 @@ def _is_in_int8(computation: Computation, i: Instruction) -> bool:
     return i.opcode in ("convolution", "dot") and dtypes[:2] == ["s8", "s8"]
 
 
-class _Kernel(NamedTuple):
-    flops: float
-    width: float  # head size
-    bytes: float | None = None  # read and written; None: its operands and results
-
-
-def _kernel(computation: Computation, i: Instruction) -> _Kernel | None:
-    """An attention kernel, or another one that declares its costs; None for any other operation."""
+def _kernel(computation: Computation, i: Instruction, size: float) -> Operation | None:
+    """An attention kernel, which moves `size` bytes, or another one that declares its costs; None for anything else."""
     if i.opcode != "custom-call":
         return None
     head = i.attributes.split("custom_call_config")[0]
     name = next((name for name in _KERNEL_PRODUCTS if name in i.name or name in head), None)
     if name is None:
         declared = dict(re.findall(r'"(flops|bytes_accessed)":"(\d+)"', i.attributes))
-        return _Kernel(float(declared["flops"]), math.inf, float(declared["bytes_accessed"])) if declared else None
+        return Operation(1, float(declared["flops"]), float(declared["bytes_accessed"])) if declared else None
     query, key = [s.dims for s in _operand_shapes(computation, i) if s.dtype in ("bf16", "f32")][:2]  # [..., T, H]
     tiles = {key: int(size) for key, size in re.findall(r'\\"(block_\w+)\\": (\d+)', head)}
     suffix = name.removeprefix("splash_mha").removesuffix("_fwd")
@@ -330,7 +318,7 @@ def _kernel(computation: Computation, i: Instruction) -> _Kernel | None:
     products = _KERNEL_PRODUCTS[name]
     if name == "splash_mha_dkv" and 'use_fused_bwd_kernel\\": true' in head:
         products += 1  # it computes the gradient of the queries, too, from the same scores
-    return _Kernel(products * 2 * math.prod(query) * keys, query[-1])
+    return Operation(1, products * 2 * math.prod(query) * keys, size, width=query[-1])
 
 
 def keys_seen(length: int, queries: int, keys: int) -> float:

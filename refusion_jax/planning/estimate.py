@@ -14,7 +14,7 @@ import dataclasses
 import math
 
 from refusion_jax.distributed.chips import Chip
-from refusion_jax.planning.costs import Costs, Operation
+from refusion_jax.planning.costs import Costs
 
 # The part of overlapped but unfused collectives that is not hidden. With none, half and all of it, the mean error of
 # predicting each published run from the others is 3.7, 3.3 and 3.0 %. Half is chosen because the published runs used
@@ -45,8 +45,12 @@ class Estimate:
 
 def estimate(costs: Costs, chip: Chip) -> Estimate:
     """The time of a step with these costs on this chip."""
-    seconds = [(o.times * arithmetic, o.times * hbm) for o in costs.operations for arithmetic, hbm in [_parts(o, chip)]]
-    operations = sum(max(parts) for parts in seconds)
+    compute = operations = 0.0
+    for o in costs.operations:
+        arithmetic = o.times * o.flops / (chip.peak_flops * (chip.int8_speedup if o.in_int8 else 1))
+        reached = min(1.0, o.width / chip.matrix_unit)  # of the peak
+        compute += arithmetic
+        operations += max(arithmetic / reached, o.times * o.bytes / chip.hbm_bandwidth)
 
     def moving(over: str, bandwidth: float, only_waiting: bool) -> float:
         chosen = (c for c in costs.collectives if c.over == over and not (only_waiting and c.overlapped))
@@ -61,7 +65,7 @@ def estimate(costs: Costs, chip: Chip) -> Estimate:
     expected, known = max(operations + waiting + shown, ici, dcn), chip.calibration
     step = expected * known.factor if known else roofline
     return Estimate(
-        compute=sum(o.times * o.flops / _peak(o, chip) for o in costs.operations),
+        compute=compute,
         hbm=costs.bytes / chip.hbm_bandwidth,
         operations=operations,
         ici=ici,
@@ -73,13 +77,3 @@ def estimate(costs: Costs, chip: Chip) -> Estimate:
         fastest=max(step / (1 + known.spread), roofline) if known else None,
         slowest=step * (1 + known.spread) if known else None,
     )
-
-
-def _parts(operation: Operation, chip: Chip) -> tuple[float, float]:
-    """Seconds that one operation takes for (its arithmetic, its memory traffic)."""
-    reached = _peak(operation, chip) * min(1.0, operation.width / chip.matrix_unit)
-    return operation.flops / reached, operation.bytes / chip.hbm_bandwidth
-
-
-def _peak(operation: Operation, chip: Chip) -> float:
-    return chip.peak_flops * (chip.int8_speedup if operation.in_int8 else 1)
