@@ -10,7 +10,7 @@ import json
 import math
 import time
 import zlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +44,8 @@ from refusion_jax.distributed.compiled_code import keep_for_user
 from refusion_jax.distributed.json_files import read_json_lines, to_type
 from refusion_jax.distributed.storage import write_file
 
+Entry = tuple[TrainingRun, Point]  # a model at an operating point
+
 
 class Comparison:
     """One comparison: what is asked for, and what is stored of it."""
@@ -69,19 +71,20 @@ class Comparison:
 
         # The validation problems alone choose the settings that are timed, and scored on the test problems.
         measured = curves(found)
-        chosen = fastest_points(measured, [*map(str, BATCH_SIZES)])
-        found.timings = self._timed(chosen, runs)
+        chosen = self._on_first_seed(fastest_points(measured, [*map(str, BATCH_SIZES)]), runs)
+        found.timings = self._timed(chosen)
         if self._budget.speed_proxy:
             compared = {curve.name: curve for _, *pair in claimed(measured) for curve in pair}
             near_best = [(curve, point) for curve in compared.values() for point in curve.near_best]
-            found.proxy_timings = self._timed(near_best, runs, self._budget.speed_proxy)
-            chosen += [(curve, curve.fastest(PROXY)) for curve in curves(found) if curve.is_timed(PROXY)]
-        found.tests = self._tested({(curve.name, point.settings): (curve, point) for curve, point in chosen}, runs)
+            found.proxy_timings = self._timed(self._on_first_seed(near_best, runs), self._budget.speed_proxy)
+            fastest = [(curve, curve.fastest(PROXY)) for curve in curves(found) if curve.is_timed(PROXY)]
+            chosen += self._on_first_seed(fastest, runs)
+        found.tests = self._tested(chosen, runs)
         for curve in measured:
             first_seed = [point.scores[0] for point in curve.near_best]
             found.tpu_estimates += tpu_estimates(first_seed, self._budget.problems)
         self._write(found)
-        self._play(chosen, runs)
+        self._play(chosen)
         return found
 
     def _write(self, found: Results) -> None:
@@ -141,14 +144,13 @@ class Comparison:
             found.append(self._stored(f"measure {run.name}: {point}", make))
         return found
 
-    def _tested(self, chosen: dict[Any, tuple[Curve, Measured]], runs: list[TrainingRun]) -> list[Scored]:
+    def _tested(self, chosen: list[Entry], runs: list[TrainingRun]) -> list[Scored]:
         """Scores points on the test problems, on the models of all seeds; their answers are kept in DIR/answers."""
-        found = []
+        found, once = [], {f"{run.name} {point}": (run, point) for run, point in chosen}
         for run in runs:
-            for curve, measured in chosen.values():
-                if (run.system, run.start) != (curve.system, curve.start):
+            for first, point in once.values():
+                if (run.system, run.start) != (first.system, first.start):
                     continue
-                point = self._point(curve, measured)
 
                 def make(run: TrainingRun = run, point: Point = point) -> dict[str, Any]:
                     subject = self._subject(run, point)
@@ -173,22 +175,21 @@ class Comparison:
     def _answers(self, name: str) -> Path:
         return self._directory / "answers" / f"{name}.jsonl"
 
-    def _play(self, chosen: list[tuple[Curve, Measured]], runs: list[TrainingRun]) -> None:
+    def _play(self, chosen: list[Entry]) -> None:
         """Writes a page of the first test problems, as the first model of each curve has decoded them."""
         names = {}
-        for (curve, _), (run, point) in zip(chosen, self._on_first_seed(chosen, runs), strict=True):
-            names.setdefault(curve.name, f"{run.name} {point}")
+        for run, point in chosen:
+            names.setdefault((run.name, point.decoder), f"{run.name} {point}")
         kept = [itertools.islice(read_json_lines(self._answers(name)), PLAYED) for name in names.values()]
         rows = [[to_type(line["scene"], Scene, "answers") for _, line in row] for row in zip(*kept, strict=True)]
         if rows:
             write_file(self._directory / "decodings.html", page(list(enumerate(rows))))
 
-    def _timed(self, chosen: Iterable[tuple[Curve, Measured]], runs: list[TrainingRun], shape: str = "") -> list[Timed]:
+    def _timed(self, entries: list[Entry], shape: str = "") -> list[Timed]:
         """The speeds of points in interleaved repeats, stored as one record, since they compare only with each other.
 
-        On the models of the first seed; with a shape, at that proxy's cost.
+        With a shape, at that proxy's cost.
         """
-        entries = self._on_first_seed(chosen, runs)
         if not entries:
             return []
 
@@ -211,15 +212,12 @@ class Comparison:
         stored = self._stored(f"time {len(entries)} settings{f' at {shape}' * bool(shape)} ({checksum:08x})", make)
         return [record | {name: stored[name] for name in ("commit", "where")} for record in stored["timings"]]
 
-    def _on_first_seed(
-        self, chosen: Iterable[tuple[Curve, Measured]], runs: list[TrainingRun]
-    ) -> list[tuple[TrainingRun, Point]]:
-        first = {(run.system, run.start): run for run in reversed(runs)}
-        return [(first[curve.system, curve.start], self._point(curve, measured)) for curve, measured in chosen]
-
-    def _point(self, curve: Curve, measured: Measured) -> Point:
-        key = curve.decoder, measured.settings
-        return next(point for point in self._asked.points(curve.system) if (point.decoder, point.label) == key)
+    def _on_first_seed(self, chosen: list[tuple[Curve, Measured]], runs: list[TrainingRun]) -> list[Entry]:
+        first, found = {(run.system, run.start): run for run in reversed(runs)}, []
+        for curve, measured in chosen:
+            points = {(point.decoder, point.label): point for point in self._asked.points(curve.system)}
+            found.append((first[curve.system, curve.start], points[curve.decoder, measured.settings]))
+        return found
 
     def _workdir(self, run: TrainingRun) -> Path:
         return self._directory / "runs" / run.name
