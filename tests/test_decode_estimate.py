@@ -5,9 +5,8 @@ import itertools
 import pytest
 from conftest import tiny_config
 
-from refusion_jax.benchmarks.headline.tpu_estimates import BATCH_SIZES, faster_up_to, tpu_estimates
+from refusion_jax.benchmarks.headline.tpu_estimates import BATCH_SIZES, faster_up_to, forward_costs, tpu_estimates
 from refusion_jax.distributed.chips import find_chip
-from refusion_jax.planning.decode_estimate import forward_costs
 
 MODEL = tiny_config(hidden_size=1024, intermediate_size=4096, vocab_size=32_768, num_hidden_layers=8)
 CHIP = find_chip("v5e:2x4")

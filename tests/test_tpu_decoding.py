@@ -13,6 +13,7 @@ from flax import nnx
 from test_tpu import config_of, patient_config, pytestmark  # noqa: F401  the marks are for the tests below
 
 from refusion_jax import DecodeSettings
+from refusion_jax.benchmarks.headline.tpu_estimates import forward_costs
 from refusion_jax.config.model import model_config
 from refusion_jax.distributed import sharding
 from refusion_jax.distributed.chips import find_chip, free_tokens
@@ -25,7 +26,6 @@ from refusion_jax.model.transformer import Transformer
 from refusion_jax.planning import hlo
 from refusion_jax.planning.compiler import compile_program, prepare_environment, tpu_devices
 from refusion_jax.planning.costs import collective_kind, count
-from refusion_jax.planning.decode_estimate import forward_costs
 from refusion_jax.planning.programs import lower_decode
 from refusion_jax.planning.report import decoding_loop
 

@@ -228,8 +228,8 @@ def _estimates(results: Results) -> list[str]:
     if not results.tpu_estimates:
         return []
     about = (
-        "**Estimate, not calibrated; nothing here ran on a TPU.** By arithmetic (refusion_jax/planning/"
-        "decode_estimate.py), from the forwards of these answers and the compiled width of one, for a model of "
+        "**Estimate, not calibrated; nothing here ran on a TPU.** By arithmetic (refusion_jax/benchmarks/headline/"
+        "tpu_estimates.py), from the forwards of these answers and the compiled width of one, for a model of "
         f"{results.tpu_estimates[0]['model'].upper()} parameters in bfloat16 whose heads all chips share. At each "
         f"batch size the fastest setting within {MARGIN} of the best accuracy counts. In brackets: times what one "
         "token per forward takes for the same answers."

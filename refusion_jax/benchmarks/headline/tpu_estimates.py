@@ -1,21 +1,38 @@
-"""Estimates of the same decoding with 8B parameters on TPUs, for every decoder and batch size.
+"""Estimates of the same decoding with 8B parameters on TPUs, for every decoder and batch size, by arithmetic.
 
-All points near a decoder's best accuracy are estimated (planning/decode_estimate.py): a small batch is bound by reading
-the weights, where the most tokens per forward are best, and a large one by arithmetic, where the fewest places are. At
-each batch size the fastest point counts.
+How many forwards an answer takes depends on what the model has learnt, and not on its size; how long a forward pass
+takes depends on its size and on the chip. So the first is counted with a small model, and the second computed here for
+a large one. Nothing is compiled. All points near a decoder's best accuracy are estimated: a small batch is bound by
+reading the weights, where the most tokens per forward are best, and a large one by arithmetic, where the fewest places
+are. At each batch size the fastest point counts.
+
+Each forward reads its weights and the used cache entries of all rows once. The products with the weights, and
+attention, each take the time of their FLOPs or of their bytes at the chip's documented peaks, whichever is longer;
+activations stay on the chip. Chips that share the heads then wait for two all-reduces per layer and one for the
+embedding. tests/test_tpu_decoding.py compares these counts with those of the compiled program.
+
+Real chips are slower than this roofline; by how much has not been measured for decoding. The latency of operations and
+collectives, and rows that idle at the end of a queue are left out; a decoder that runs narrower forwards than its
+compiled width is faster than estimated.
+
+Axes: D hidden size, L layers, E experts, T places of all rows.
 """
 
+import dataclasses
 import itertools
 from typing import Any
 
 from refusion_jax.benchmarks.decode import shape_of
 from refusion_jax.benchmarks.headline.results import Scored
-from refusion_jax.distributed.chips import find_chip
-from refusion_jax.planning.decode_estimate import forward_costs
+from refusion_jax.decoding.cache import bytes_per_token
+from refusion_jax.distributed.chips import Chip, find_chip
+from refusion_jax.model.flops import weights_in_layers
+from refusion_jax.model.shape import ModelConfig
 
 MODEL = "8b"
 BATCH_SIZES = tuple(2**i for i in range(9))
 TOPOLOGIES = {"v5e:2x4": 8, "v5p:2x2x1": 4}  # number of chips, all of which share the heads
+_DTYPE, _ITEMSIZE = "bfloat16", 2  # of weights, cache and activations
 
 
 def tpu_estimates(points: list[Scored], problems: int) -> list[dict[str, Any]]:
@@ -54,3 +71,36 @@ def faster_up_to(batches: list[dict[str, Any]]) -> int:
     """The largest batch size up to which a decoder is faster than one token per forward; 0 if none."""
     faster = itertools.takewhile(lambda record: record["speedup"] > 1, batches)
     return max((record["batch_size"] for record in faster), default=0)
+
+
+@dataclasses.dataclass(frozen=True)
+class ForwardCosts:
+    """What one forward costs one chip."""
+
+    weight_flops: float  # of products with weights, the output head among them
+    weight_bytes: float
+    attention_flops: float
+    cache_bytes: float  # entries that are read, and those that are written
+    network_bytes: float  # that all-reduces bring to the chip
+
+    def seconds(self, chip: Chip) -> float:
+        """Seconds at the chip's peaks."""
+        products = max(self.weight_flops / chip.peak_flops, self.weight_bytes / chip.hbm_bandwidth)
+        attention = max(self.attention_flops / chip.peak_flops, self.cache_bytes / chip.hbm_bandwidth)
+        return products + attention + self.network_bytes / chip.ici_bandwidth
+
+
+def forward_costs(model: ModelConfig, rows: int, places: float, context: float, chips: int = 1) -> ForwardCosts:
+    """The costs of one forward on each of the chips that share its heads; `context` counts cache entries per row."""
+    c, T = model, rows * places
+    D, L, heads = c.hidden_size, c.num_hidden_layers, c.num_attention_heads * c.head_dim
+    E, used = c.num_experts, c.num_experts_per_tok
+    read = E * (1 - (1 - used / E) ** T) if E else 0  # of experts: those that any of the tokens goes to
+    multiplied, read = (weights_in_layers(c, n) + c.vocab_size * D for n in (used, read))
+    return ForwardCosts(
+        weight_flops=2 * T * multiplied / chips,
+        weight_bytes=_ITEMSIZE * read / chips,
+        attention_flops=4 * L * heads * T * (context + places) / chips,
+        cache_bytes=rows * (context + places) * bytes_per_token(c, _DTYPE) / chips,
+        network_bytes=(2 * L + 1) * 2 * T * D * _ITEMSIZE * (chips - 1) / chips,
+    )
