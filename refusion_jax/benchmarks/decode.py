@@ -198,13 +198,13 @@ def random_model(size: str, dtype: str, **changes: Any) -> Transformer:
     """A model of a named shape, but for these changes, with random weights, made on the device."""
     config = dataclasses.replace(shape_of(size), **changes)
 
-    @jax.jit
-    def init():
+    @nnx.jit
+    def init() -> Transformer:
         model = Transformer(config, nnx.Rngs(0), dtype)
-        return jax.tree.map(lambda x: x.astype(dtype), nnx.to_pure_dict(nnx.state(model)))
+        nnx.update(model, jax.tree.map(lambda x: x.astype(dtype), nnx.state(model)))
+        return model
 
-    graphdef = nnx.split(nnx.eval_shape(lambda: Transformer(config, nnx.Rngs(0), dtype)))[0]
-    return nnx.merge(graphdef, init())
+    return init()
 
 
 def copy_bandwidth() -> float:

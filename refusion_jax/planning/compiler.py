@@ -45,7 +45,7 @@ class Compiled:
     host: float  # bytes of host memory (offloaded activations)
     module: hlo.Module
     seconds: float  # of tracing and compiling
-    cpu_seconds: float
+    cpu_seconds: float | None  # None: the child was stopped
     overrun: str  # the compiler's message where the program does not fit, or ""
 
     @property
@@ -103,14 +103,8 @@ def compile_program(
 ) -> Compiled:
     """Compiles in a child process, which calls a module-level function with arguments that can be sent to it.
 
-    Args:
-      lower, arguments: the function and its arguments.
-      memory_only: stop as soon as the memory is known.
-      until: when to give up, by the monotonic clock.
-
-    Raises:
-      UserError: where the program cannot be built, with the message of the child.
-      TimeoutError: where it took too long.
+    With `memory_only` it is stopped as soon as the memory is known. Raises UserError where the program cannot be built,
+    with the message of the child, and TimeoutError where that is not known by `until`, of the monotonic clock.
     """
     began = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="plan-") as directory:
@@ -138,7 +132,7 @@ def compile_program(
             **sizes,
             module=hlo.parse((path / f"{name}.{_OPTIMIZED}").read_text()),
             seconds=report.get("seconds", time.monotonic() - began),
-            cpu_seconds=report.get("cpu_seconds", float("nan")),
+            cpu_seconds=report.get("cpu_seconds"),
             overrun=report.get("error", ""),
         )
 

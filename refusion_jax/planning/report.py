@@ -32,11 +32,7 @@ def plan_train(
     """Compiles the training step of a config and reports its memory, costs and estimated time.
 
     Values are per JAX device unless the key says otherwise. On TPU7x a chip is two devices; `chips` and `rows_per_chip`
-    refer to whole chips.
-
-    Raises:
-      UserError: where the config cannot run on the topology.
-      TimeoutError: where the compiler has not got so far by `until`, of the monotonic clock.
+    refer to whole chips. UserError where the config cannot run on the topology; TimeoutError as `compile_program`.
     """
     compiled = compile_program(programs.lower_train, (config.to_json(), topology, slices), memory_only, until)
     mesh, chip = sharding.make_mesh(config.mesh, tpu_devices(topology, slices)), find_chip(topology)
@@ -67,16 +63,10 @@ def plan_train(
 
 
 def plan_dump(path: Path, topology: str, slices: int) -> dict:
-    """Reports on a program that any framework has compiled for TPUs, as `plan_train` does on ours.
+    """Reports on a training step that any framework has compiled for TPUs, as `plan_train` does on ours.
 
-    Args:
-      path: optimized HLO of one training step, NAME.after_optimizations.txt as dumped by `xla_dump_to`, with the
-        buffer assignment in the same directory.
-      topology: that it was compiled for.
-      slices: number of slices.
-
-    Raises:
-      UserError: where the files are missing or hold no program.
+    The path is that of its optimized HLO, NAME.after_optimizations.txt as dumped by `xla_dump_to`, with the buffer
+    assignment in the same directory. UserError where the files are missing or hold no program.
     """
     assignment = path.with_name(path.name.removesuffix(".txt") + "-buffer-assignment.txt")
     for file in (path, assignment):
@@ -91,7 +81,7 @@ def plan_dump(path: Path, topology: str, slices: int) -> dict:
     except Exception as error:  # a name, an operand, an attribute or a number is missing
         why = f"names {error}, which is not there" if isinstance(error, KeyError) else first_line(error)
         raise UserError(f"--hlo={path}: {why}") from error
-    compiled = Compiled(**sizes, module=module, seconds=0, cpu_seconds=0, overrun="")
+    compiled = Compiled(**sizes, module=module, seconds=0, cpu_seconds=None, overrun="")
     return {
         **_program("program", topology, slices, devices, compiled, costs),
         "arguments_gib": compiled.arguments / GIB,
@@ -189,7 +179,7 @@ def _compiler(compiled: Compiled, memory_only: bool) -> dict:
     return {
         "memory_only": memory_only,
         "compile_seconds": compiled.seconds,
-        "compile_cpu_seconds": None if math.isnan(compiled.cpu_seconds) else compiled.cpu_seconds,
+        "compile_cpu_seconds": compiled.cpu_seconds,
         "libtpu": libtpu_version(),
         "jax": jax.__version__,
     }

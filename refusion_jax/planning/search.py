@@ -28,11 +28,7 @@ FIX_SECONDS = 60.0  # on the clock, until no more changes are tried
 
 
 def search(
-    config: ml_collections.ConfigDict,
-    topology: str,
-    slices: int,
-    chips: int,
-    tell: Callable[[dict], None],
+    config: ml_collections.ConfigDict, topology: str, slices: int, chips: int, tell: Callable[[dict], None]
 ) -> list[dict]:
     """The candidates that fit, fastest first; `tell` gets each record, with its "flags", as soon as it is known."""
     found = []

@@ -23,12 +23,8 @@ _KEPT = ("step", "tokens", "loss", "eval_loss", "eval_bits_per_byte", "eval_bits
 def train(run: TrainingRun, directory: Path, say: Callable[[str], None]) -> dict[str, Any]:
     """Trains a run to its end, resuming if it was interrupted; about once a minute `say` is called with a line.
 
-    Returns:
-      {"seconds" of training, "tokens", "losses": [{"step", "tokens", "loss", and where they were measured "eval_loss",
-      "eval_bits_per_byte", "eval_bits_per_byte_is_bound"}]}.
-
-    Raises:
-      Failure: where training fails, with the last line of its log.
+    Returns {"seconds" of training, "tokens", "losses": what each record of metrics.jsonl has of _KEPT}. Raises Failure
+    where training fails, with the last line of its log.
     """
     workdir, log = directory / "runs" / run.name, directory / "runs" / f"{run.name}.log"
     log.parent.mkdir(parents=True, exist_ok=True)
