@@ -83,20 +83,30 @@ class Clients:
 
 def _ask(connection: http.client.HTTPConnection, body: dict[str, Any]) -> Seen:
     began, first = time.perf_counter(), None
-    connection.request("POST", "/v1/completions", json.dumps(body), {"Content-Type": "application/json"})
-    answer = connection.getresponse()
+    answer = post(connection, json.dumps(body).encode())
     if answer.status != 200:
         raise Failure(f"the server answers {answer.status}: {answer.read().decode(errors='replace')[:300]}")
     text, tokens = "", 0
-    for line in answer if body["stream"] else [b"data: " + answer.read()]:
-        if not line.startswith(b"data: {"):
-            continue
-        event = json.loads(line.removeprefix(b"data: "))
-        text += "".join(choice["text"] for choice in event["choices"])
+    for more, event in events(answer, body["stream"]):
+        text += more
         first = first or (time.perf_counter() if text else None)
         tokens = (event.get("usage") or {}).get("completion_tokens", tokens)
     ended = time.perf_counter()
     return Seen(text, tokens, (first or ended) - began, ended - began)
+
+
+def post(connection: http.client.HTTPConnection, body: bytes) -> http.client.HTTPResponse:
+    """What the server answers to a request for completions."""
+    connection.request("POST", "/v1/completions", body, {"Content-Type": "application/json"})
+    return connection.getresponse()
+
+
+def events(answer: http.client.HTTPResponse, is_stream: bool) -> Iterator[tuple[str, dict[str, Any]]]:
+    """(text, all of it) of each event of a stream, or of the only one of an answer that is none."""
+    for line in answer if is_stream else [b"data: " + answer.read()]:
+        if line.startswith(b"data: {"):
+            event = json.loads(line.removeprefix(b"data: "))
+            yield "".join(choice["text"] for choice in event["choices"]), event
 
 
 def arrivals(count: int, rate: float, room: int, most: int) -> tuple[list[float], list[dict[str, Any]]]:

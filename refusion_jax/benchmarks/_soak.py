@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from refusion_jax.benchmarks._clients import Clients
+from refusion_jax.benchmarks._clients import Clients, events, post
 
 _MALFORMED = [b"", b"[]", b'{"prompt": ', b'{"prompt": NaN}', b'{"prompt": "\xff"}', b'{"messages": 3, "prompt": {}}']
 _MALFORMED += [json.dumps({"prompt": "a"} | more).encode() for more in (
@@ -83,12 +83,8 @@ def _probe(address: tuple[str, int], seconds: float) -> list[float]:
 def _ask(address: tuple[str, int], raw: bytes, kind: str) -> tuple[str, int]:
     """(the answer's text, its status); who hangs up does so after the first event."""
     with contextlib.closing(http.client.HTTPConnection(*address, timeout=600)) as connection:
-        connection.request("POST", "/v1/completions", raw, {"Content-Type": "application/json"})
-        answer = connection.getresponse()
+        answer = post(connection, raw)
         if kind == "hang up":
             return answer.readline().decode(), answer.status
-        said = answer.read()
-        if answer.status != 200:
-            return "", answer.status
-        events = [line[6:] for line in said.split(b"\n") if line.startswith(b"data: {")] if kind == "stream" else [said]
-        return "".join(choice["text"] for event in events for choice in json.loads(event)["choices"]), 200
+        texts = events(answer, kind == "stream") if answer.status == 200 else ()
+        return "".join(text for text, _ in texts), answer.status

@@ -32,7 +32,7 @@ from refusion_jax.benchmarks.headline.measure import (
 )
 from refusion_jax.benchmarks.headline.results import Results, Scored, Timed, Trained
 from refusion_jax.benchmarks.headline.runs import commit, train
-from refusion_jax.benchmarks.headline.speed_proxy import read_shape, with_proxies
+from refusion_jax.benchmarks.headline.speed_proxy import SpeedProxy, proxy_model, read_shape
 from refusion_jax.benchmarks.headline.tpu_estimates import tpu_estimates
 from refusion_jax.checkpoints.load import load_model, load_tokenizer
 from refusion_jax.cli import command
@@ -199,7 +199,8 @@ class Comparison:
             problems, about = self._validation[: self._budget.timed], {}
             sizes, repeats = BATCH_SIZES, REPEATS
             if shape:
-                models, about = with_proxies(models, *read_shape(shape)), {"shape": shape}
+                proxy = proxy_model(*read_shape(shape), models[entries[0][0].name])
+                models, about = {name: SpeedProxy(model, proxy) for name, model in models.items()}, {"shape": shape}
                 problems, sizes, repeats = problems[:PROXY_PROBLEMS], BATCH_SIZES[:1], PROXY_REPEATS
             subjects = [Subject(point, models[run.name], load_tokenizer(self._workdir(run))) for run, point in entries]
             timings = interleaved(subjects, problems, sizes, repeats, self._budget)

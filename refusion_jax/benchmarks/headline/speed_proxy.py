@@ -92,13 +92,6 @@ def read_shape(text: str) -> tuple[int, int]:
     return int(found[1]), int(found[2])
 
 
-def with_proxies(models: dict[str, Transformer], hidden_size: int, layers: int) -> dict[str, SpeedProxy]:
-    """Each model with a proxy; models of the same vocabulary share one."""
-    like = {model.config.vocab_size: model for model in models.values()}
-    proxies = {vocabulary: proxy_model(hidden_size, layers, model) for vocabulary, model in like.items()}
-    return {name: SpeedProxy(model, proxies[model.config.vocab_size]) for name, model in models.items()}
-
-
 def proxy_model(hidden_size: int, layers: int, like: Transformer) -> Transformer:
     """Random weights in Qwen3's proportions: 12 D^2 parameters per layer, and the embedding.
 
