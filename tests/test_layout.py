@@ -94,7 +94,7 @@ STARTS_PROCESSES = (
     "training.faults",
     "benchmarks.headline.runs",
     "benchmarks.authors",
-    "benchmarks.serve",
+    "benchmarks._clients",
 )
 
 
