@@ -33,7 +33,7 @@ from refusion_jax.cli.errors import UserError
 from refusion_jax.config import check, help_texts
 from refusion_jax.config.keys import keys
 from refusion_jax.distributed.json_files import read_json
-from refusion_jax.training.events import FILE, read_events, read_log
+from refusion_jax.training.events import read_events
 from refusion_jax.training.faults import FAULTS, RunUnderTest, UnexpectedError
 from refusion_jax.training.metrics import read_metrics
 
@@ -116,7 +116,7 @@ def strike(run: RunUnderTest, kind: str, chance: random.Random, steps: int, ever
 def sessions(run: RunUnderTest) -> list[int]:
     """The steps from which its sessions went on, of those that have come to their first step and logged nothing old."""
     found, begun = [], 0
-    for event in read_events(read_log(run.workdir / FILE)):
+    for event in read_events(run.workdir):
         if event["event"] == "start":
             begun = event["step"]
         elif event["event"] == "compile":

@@ -6,7 +6,6 @@ python -m refusion_jax.goodput --workdir=runs/mine
 import json
 
 from absl import flags
-from etils import epath
 
 from refusion_jax.cli import command
 from refusion_jax.cli.errors import UserError
@@ -19,9 +18,7 @@ _JSON = flags.DEFINE_bool("json", False, "Print one JSON object: seconds by part
 def main() -> None:
     if _WORKDIR.value is None:
         raise UserError("--workdir=DIR is needed; --help explains")
-    file = epath.Path(_WORKDIR.value) / events.FILE
-    found = events.read_events(events.read_log(file))
-    if not found:
+    if not (found := events.read_events(_WORKDIR.value)):
         raise UserError(f"--workdir={_WORKDIR.value} holds no {events.FILE} of a training run")
     spent = events.account(found)
     print(json.dumps(spent) if _JSON.value else events.describe(spent))

@@ -21,7 +21,6 @@ from conftest import QUICK_COMPILE, ROOT, tiny_model
 
 from refusion_jax.batch.batch import Batch, weigh
 from refusion_jax.model import huggingface
-from refusion_jax.training import events
 from refusion_jax.training.metrics import read_metrics
 
 CONFIGS = {path.stem: path for path in sorted((ROOT / "configs").glob("*.py"))}
@@ -86,11 +85,6 @@ def wait_until(happened: Callable[[], object], process: subprocess.Popen | None 
 def wait_for_steps(process: subprocess.Popen, workdir: Path, steps: int) -> None:
     """Waits until a training has logged as many steps."""
     wait_until(lambda: len(read_metrics(workdir)) >= steps, process)
-
-
-def read_events(workdir: Path) -> list[dict]:
-    """The events of a run."""
-    return events.read_events((workdir / events.FILE).read_text())
 
 
 def computed(workdir: Path) -> list[tuple]:

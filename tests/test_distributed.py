@@ -10,13 +10,13 @@ from pathlib import Path
 import pytest
 import rows_probe
 from conftest import QUICK_COMPILE, ROOT, TINY_RUN, run
-from helpers import ended, free_port, read_events, start_hosts, wait_for_steps, wait_until, workers
+from helpers import ended, free_port, start_hosts, wait_for_steps, wait_until, workers
 from local_task import GENERATE, task_writer
 
 from refusion_jax.checkpoints.directory import saved_steps
 from refusion_jax.cli.errors import UserError
 from refusion_jax.distributed import processes
-from refusion_jax.training import events
+from refusion_jax.training.events import account, read_events
 from refusion_jax.training.metrics import read_metrics
 
 FLAGS = [*TINY_RUN, "--config.batch_size=16", "--config.steps=20", "--config.checkpoint.every=100"]
@@ -83,7 +83,7 @@ def test_two_processes_are_preempted_at_one_step_and_resume_to_the_losses_of_one
     assert f"step {step} of 20" in out.split("starting again")[1]
     assert [e["reason"] for e in read_events(tmp_path) if e["event"] == "end"] == ["preempted", "complete"]
     assert losses(tmp_path) == pytest.approx(one_process, rel=1e-6)
-    spent = events.account(read_events(tmp_path))
+    spent = account(read_events(tmp_path))
     assert spent["sessions"] == 2
     assert spent["lost"] == 0
     steps = [(e["first"], e["last"]) for e in read_events(tmp_path) if e["event"] == "steps"]
@@ -119,7 +119,7 @@ def test_one_host_then_two_four_and_one_lose_nothing_where_each_is_killed(tmp_pa
     process = start_hosts(1, *FLAGS, f"--workdir={tmp_path}", RESTARTS="0")
     out, err = ended(process)
     assert process.returncode == 0, out + err
-    assert events.account(read_events(tmp_path))["sessions"] == 4
+    assert account(read_events(tmp_path))["sessions"] == 4
     assert losses(tmp_path) == pytest.approx(one_process, rel=1e-6)
     assert [record["step"] for record in read_metrics(tmp_path)] == list(range(1, 21))
 

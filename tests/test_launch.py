@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 from conftest import QUICK_COMPILE, ROOT, TINY_RUN
-from helpers import computed, read_events, wait_for_steps
+from helpers import computed, wait_for_steps
 
-from refusion_jax.training import events
+from refusion_jax.training.events import account, read_events
 
 PLACE = "--zone=us-east5-a"
 ALL = ["--node=all", "--worker=all"]
@@ -250,6 +250,6 @@ def test_a_machine_that_is_killed_and_taken_away_costs_nothing_but_time(gcloud, 
     assert [call[0] for call in calls(gcloud)].count("create") == 2
 
     assert computed(workdir) == computed(trained_run)
-    spent = events.account(read_events(workdir))
+    spent = account(read_events(workdir))
     assert spent["sessions"] == 2
     assert spent["lost"] + spent["down"] > 0

@@ -12,10 +12,11 @@ from pathlib import Path
 
 import pytest
 from conftest import ROOT, TINY_RUN, run, start
-from helpers import computed, read_events, wait_for_steps, wait_until
+from helpers import computed, wait_for_steps, wait_until
 
 from refusion_jax.checkpoints.directory import saved_steps
 from refusion_jax.distributed import preemption
+from refusion_jax.training.events import read_events
 
 FLAGS = [*TINY_RUN, "--config.checkpoint.every=1000"]
 

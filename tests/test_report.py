@@ -104,7 +104,7 @@ def test_a_page_shows_what_runs_have_recorded(trained_run, others, tmp_path):
     charts += ["tokens_per_second"]  # a CPU has no MFU
     assert page.of("h3") == [*charts, *names, "sums, problem 0 "]
     assert page.of("pre") == ["1 + 1?", "2", "at 20"]
-    assert describe(account(read_events((live / "events.jsonl").read_text()))).partition(":")[0] in page.of("p")
+    assert describe(account(read_events(live))).partition(":")[0] in page.of("p")
     config = cells[18:]
     assert [tuple(config[i : i + 2]) for i in range(0, len(config), 2)] == [("60", "80"), ("0.002", "0.5")]
     pictures = sorted((tmp_path / "new").glob("*.png"))

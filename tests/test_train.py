@@ -6,9 +6,10 @@ import signal
 
 import pytest
 from conftest import SHARED, TINY_RUN, run, start
-from helpers import computed, read_events, wait_for_steps, write_lines
+from helpers import computed, wait_for_steps, write_lines
 
 from refusion_jax.checkpoints.directory import saved_steps
+from refusion_jax.training.events import read_events
 from refusion_jax.training.metrics import read_metrics
 
 KEYS = set(

@@ -8,8 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from absl import logging
+from etils import epath
 
 from refusion_jax.cli.errors import UserError, first_line
+from refusion_jax.distributed.storage import read_file
 
 
 def parse_log(content: bytes) -> Iterator[dict[str, Any]]:
@@ -21,6 +23,11 @@ def parse_log(content: bytes) -> Iterator[dict[str, Any]]:
             continue
         if isinstance(record, dict):
             yield record
+
+
+def read_log(path: epath.PathLike) -> Iterator[dict[str, Any]]:
+    """The objects in a file; none where it does not exist, but UserError where it cannot be read."""
+    return parse_log(read_file(path) if epath.Path(path).exists() else b"")
 
 
 class AppendLog:

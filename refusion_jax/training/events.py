@@ -31,13 +31,13 @@ from typing import Any
 import jax
 from etils import epath
 
-from refusion_jax.distributed.append_log import AppendLog, parse_log
-from refusion_jax.distributed.storage import read_file
+from refusion_jax.distributed.append_log import AppendLog, read_log
 
 FILE = "events.jsonl"
 PARTS = ("step", "init", "compile", "data", "checkpoint", "lost", "other", "down")
 _PART_OF = {"init": "init", "restore": "checkpoint", "compile": "compile", "save": "checkpoint", "end": "checkpoint"}
-_NEEDED = {"steps": ("first", "last", "seconds", "data_seconds"), "start": ("step",)}
+_NUMBERS = {"steps": ("first", "last", "seconds", "data_seconds"), "start": ("step",)}
+_NUMBERS |= dict.fromkeys(_PART_OF, ("seconds",))
 _MOST = 1e30  # above all that is logged; more digits may not fit into a float
 _WRITE_SECONDS = 10.0  # at most this much is missing after a kill
 _IN_FLIGHT = 2  # steps dispatched but not finished: enough to keep devices busy, few enough to notice a preemption soon
@@ -134,22 +134,16 @@ def process_age() -> float:
     return time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
 
 
-def read_log(path: epath.Path) -> str:
-    """The text of a log; empty if it does not exist, but not where it cannot be read: that would be written over it."""
-    return read_file(path).decode(errors="replace") if path.exists() else ""
+def read_events(workdir: epath.PathLike) -> list[dict[str, Any]]:
+    """The valid events of a run; lines that were cut off are skipped."""
 
+    def is_valid(event: dict[str, Any]) -> bool:
+        kind = event.get("event")
+        if not isinstance(kind, str) or not all(is_number(event.get(x)) for x in ("time", *_NUMBERS.get(kind, ()))):
+            return False
+        return kind != "steps" or event["first"] <= event["last"]
 
-def read_events(text: str) -> list[dict[str, Any]]:
-    """The valid events of a log; lines that were cut off are skipped."""
-    events = []
-    for event in parse_log(text.encode()):
-        if isinstance(event.get("event"), str):
-            needed = ("time", *_NEEDED.get(event["event"], ()), *(["seconds"] if event["event"] in _PART_OF else []))
-            if not all(is_number(event.get(name)) for name in needed):
-                continue
-            if event["event"] != "steps" or event["first"] <= event["last"]:
-                events.append(event)
-    return events
+    return [event for event in read_log(epath.Path(workdir) / FILE) if is_valid(event)]
 
 
 def is_number(value: Any) -> bool:
@@ -193,7 +187,7 @@ def account(events: Iterable[dict[str, Any]]) -> dict[str, float]:
 
 def summary(workdir: epath.Path) -> str:
     """The goodput of a run as one line of text."""
-    return describe(account(read_events(read_log(workdir / FILE))))
+    return describe(account(read_events(workdir)))
 
 
 def describe(spent: dict[str, float]) -> str:

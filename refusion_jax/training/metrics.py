@@ -12,11 +12,10 @@ from etils import epath
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from refusion_jax.cli import command
-from refusion_jax.distributed.append_log import AppendLog, parse_log
+from refusion_jax.distributed.append_log import AppendLog, read_log
 from refusion_jax.distributed.chips import peak_flops
 from refusion_jax.distributed.storage import LogDirectory, write_file
 from refusion_jax.systems.registry import loss_term_names
-from refusion_jax.training.events import read_log
 from refusion_jax.training.trackers import Trackers, as_markdown
 from refusion_jax.training.train_step import wide_to_int
 
@@ -138,7 +137,7 @@ class MetricsWriter:
 def read_metrics(workdir: epath.Path, up_to: int | None = None) -> list[dict]:
     """The records of a run in the order of steps, up to one step; invalid lines are skipped."""
     records = {}
-    for record in parse_log(read_log(workdir / FILE).encode()):
+    for record in read_log(workdir / FILE):
         step = record.get("step")
         if isinstance(step, int) and (up_to is None or step <= up_to):
             records[step] = record

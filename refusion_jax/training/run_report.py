@@ -25,7 +25,7 @@ from refusion_jax.cli.errors import UserError
 from refusion_jax.config import default_config, flatten
 from refusion_jax.config.run_config import read_config
 from refusion_jax.decoding import player
-from refusion_jax.distributed.append_log import parse_log
+from refusion_jax.distributed.append_log import read_log
 from refusion_jax.distributed.json_files import to_type
 from refusion_jax.training import events
 from refusion_jax.training.metrics import SAMPLES, read_metrics
@@ -98,10 +98,8 @@ def read_run(number: int, workdir: str) -> ShownRun:
     if not (records := read_metrics(path)):
         raise UserError(f"--workdir={workdir}: there is no record in its metrics.jsonl yet")
     config = flatten(json.loads(read_config(path).to_json()))
-    samples = parse_log(events.read_log(path / SAMPLES).encode())
-    samples = [s for s in samples if all(type(s.get(name)) is kind for name, kind in _SAMPLE.items())]
-    own = events.read_events(events.read_log(path / events.FILE))
-    return ShownRun(f"{number} {workdir}", f"c{number - 1}", config, records, own, samples)
+    samples = [s for s in read_log(path / SAMPLES) if all(type(s.get(name)) is kind for name, kind in _SAMPLE.items())]
+    return ShownRun(f"{number} {workdir}", f"c{number - 1}", config, records, events.read_events(path), samples)
 
 
 def sections(runs: Sequence[ShownRun]) -> list[tuple[str, str, list[Chart]]]:
