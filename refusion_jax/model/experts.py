@@ -21,16 +21,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Bool, Float, Float32, Int32
 
-from refusion_jax.distributed.sharding import (
-    all_gather,
-    all_sum,
-    device_kind_here,
-    on_each_chip,
-    scatter_sum,
-    shard_count_here,
-    shard_index,
-    spec,
-)
+from refusion_jax.distributed import sharding
 from refusion_jax.model.int8 import Int8Array, factors
 from refusion_jax.model.remat import EXPERT, GATHERED
 
@@ -118,37 +109,41 @@ def mixture(
         if is_real is not None:
             real = is_real.reshape(-1, 1).astype(jnp.float32)
             counts = jnp.sum(jnp.sum(jax.nn.one_hot(expert, matrix.shape[1]), axis=1) * real, axis=0)
-            load = all_sum(Load(counts, jnp.sum(probability * real, axis=0)), "batch", "length")
-        x, weight, expert = (all_gather(each, "experts", axis=0) for each in (x, weight.astype(x.dtype), expert))
+            load = sharding.all_sum(Load(counts, jnp.sum(probability * real, axis=0)), "batch", "length")
+        x, weight, expert = (
+            sharding.all_gather(each, "experts", axis=0) for each in (x, weight.astype(x.dtype), expert)
+        )
         y = _apply(x, weight, expert, [_whole(w, name) for w, name in zip(projections, NAMES, strict=True)], activation)
-        return all_sum(scatter_sum(y, "experts", axis=0), "mlp").reshape(shape), load
+        return sharding.all_sum(sharding.scatter_sum(y, "experts", axis=0), "mlp").reshape(shape), load
 
-    tokens = spec("batch", "length", None)
-    flags = None if is_real is None else spec("batch", "length")
+    tokens = sharding.spec("batch", "length", None)
+    flags = None if is_real is None else sharding.spec("batch", "length")
     bias = weights.get("expert_bias")
-    whole = spec(None, None), None if bias is None else spec(None)
+    whole = sharding.spec(None, None), None if bias is None else sharding.spec(None)
     split = [jax.tree.map(functools.partial(_spec, _AXES[name]), weights[name]) for name in NAMES]
-    run = on_each_chip(on_chip, (tokens, flags, *whole, *split), (tokens, None if is_real is None else spec(None)))
+    run = sharding.on_each_chip(
+        on_chip, (tokens, flags, *whole, *split), (tokens, None if is_real is None else sharding.spec(None))
+    )
     return run(x, is_real, weights["router"], bias, *(weights[name] for name in NAMES))
 
 
 def _spec(axes: tuple[str, ...], x: Array) -> jax.sharding.PartitionSpec:
     """The sharding of a weight, or of its scale in int8, some of whose axes have size 1."""
-    return spec(*(axis if size > 1 else None for axis, size in zip(axes, x.shape, strict=True)))
+    return sharding.spec(*(axis if size > 1 else None for axis, size in zip(axes, x.shape, strict=True)))
 
 
 def _whole(w: Array | Int8Array, name: str) -> Array | Int8Array:
     """The weights of this chip's experts, gathered along the hidden size."""
     axis = _AXES[name].index("expert_embed")
-    gathered = jax.tree.map(lambda x: all_gather(x, "expert_embed", axis) if x.shape[axis] > 1 else x, w)
+    gathered = jax.tree.map(lambda x: sharding.all_gather(x, "expert_embed", axis) if x.shape[axis] > 1 else x, w)
     return checkpoint_name(gathered, GATHERED)
 
 
 def _apply(x, weight, expert, projections, activation: Callable) -> jax.Array:
     """[N, D], the part of the experts that this chip has, from x [N, D], weight and expert [N, k]."""
     gate_proj, up_proj, down_proj = projections
-    experts, parts = gate_proj.shape[0], shard_count_here("experts")
-    own = expert.ravel() - experts * shard_index("experts")  # [P]
+    experts, parts = gate_proj.shape[0], sharding.shard_count_here("experts")
+    own = expert.ravel() - experts * sharding.shard_index("experts")  # [P]
     own = jnp.where((own >= 0) & (own < experts), own, experts)  # those of other chips come last
     slots = _Slots.of(own, experts, len(x) * min(expert.shape[1], experts), parts)
     source = slots.source // expert.shape[1]  # the token of a slot; where none is, it is out of bounds
@@ -206,7 +201,7 @@ class _Slots(NamedTuple):
 
 def _tile(pairs: float) -> int:
     """Slots of a tile: on a CPU, where XLA computes `ragged_dot` for all experts, about as many as an expert gets."""
-    if device_kind_here() != "cpu":
+    if sharding.device_kind_here() != "cpu":
         return 1
     return 2 ** min(max(round(math.log2(max(pairs, 1))), 2), 7)
 

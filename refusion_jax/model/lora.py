@@ -8,7 +8,7 @@ Axes: L layers, R rank.
 import dataclasses
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -66,20 +66,21 @@ class Lora:
 
     def targets_like(self, target: dict[str, Any]) -> dict[str, Any]:
         """Shapes and shardings of what is trained, float32, from those of all weights without adapters."""
-
-        def place(shape: tuple[int, ...], like: jax.ShapeDtypeStruct, spec: list) -> jax.ShapeDtypeStruct:
-            where = NamedSharding(like.sharding.mesh, PartitionSpec(*spec))
-            return jax.ShapeDtypeStruct(shape, jnp.float32, sharding=where)
-
         found = self.split(target)[0]
         for name in self.names:
             w = target["layers"][name]
             spec = [*w.sharding.spec, *[None] * (w.ndim - len(w.sharding.spec))]
-            inputs = 1 + INPUTS[name]
-            found["layers"][f"{name}_a"] = place((*w.shape[:inputs], self.rank), w, [*spec[:inputs], None])
-            outputs = (w.shape[0], self.rank, *w.shape[inputs:])
-            found["layers"][f"{name}_b"] = place(outputs, w, [spec[0], None, *spec[inputs:]])
+            both = pair_of(name, w.shape, self.rank), pair_of(name, spec, None)
+            for side, shape, own in zip("ab", *both, strict=True):
+                where = NamedSharding(w.sharding.mesh, PartitionSpec(*own))
+                found["layers"][f"{name}_{side}"] = jax.ShapeDtypeStruct(shape, jnp.float32, sharding=where)
         return found
+
+
+def pair_of(name: str, of_weight: Sequence[Any], of_rank: Any) -> tuple[tuple, tuple]:
+    """What A and B have along each axis (sizes, say) by what their weight has, and by what the axis R is to have."""
+    inputs = 1 + INPUTS[name]
+    return (*of_weight[:inputs], of_rank), (of_weight[0], of_rank, *of_weight[inputs:])
 
 
 def read_lora(section: Mapping[str, Any]) -> Lora | None:
@@ -101,13 +102,10 @@ def add_adapters(layers: nnx.Module, lora: Lora, rngs: nnx.Rngs) -> None:
         if "experts" in w.logical_axes:
             why = f"experts have no adapters, and {name} is theirs; of this family (q|k|v|o)_proj can have them"
             raise SettingError("config", "lora.targets", lora.targets, why)
-        inputs = 1 + INPUTS[name]
-        a_shape, b_shape = (*w.shape[:inputs], lora.rank), (w.shape[0], lora.rank, *w.shape[inputs:])
-        a_axes = (*w.logical_axes[:inputs], "rank")
-        b_axes = (w.logical_axes[0], "rank", *w.logical_axes[inputs:])
-        std = math.prod(w.shape[1:inputs]) ** -0.5
-        setattr(layers, f"{name}_a", weight(rngs, a_shape, a_axes, std))
-        setattr(layers, f"{name}_b", weight(rngs, b_shape, b_axes, 0.0))
+        both = pair_of(name, w.shape, lora.rank), pair_of(name, w.logical_axes, "rank")
+        stds = math.prod(w.shape[1 : 1 + INPUTS[name]]) ** -0.5, 0.0
+        for side, shape, axes, std in zip("ab", *both, stds, strict=True):
+            setattr(layers, f"{name}_{side}", weight(rngs, shape, axes, std))
 
 
 def combine(first: dict[str, Any], second: dict[str, Any]) -> dict[str, Any]:

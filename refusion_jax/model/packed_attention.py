@@ -21,8 +21,6 @@ from refusion_jax.distributed import sharding
 from refusion_jax.model import triton
 from refusion_jax.model.attention import attention
 
-BACKENDS = ("xla", "splash", "triton")
-
 # Queries go to XLA in blocks that see only the keys that their pattern lets any of them see. Causal rows of 512 tokens
 # so take 53 ms forward and backward on two cores instead of 90. Blocks of 64 take 46, but compile in twice the time.
 _QUERIES, _MOST_BLOCKS = 128, 8

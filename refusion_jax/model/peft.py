@@ -5,6 +5,7 @@ layers stacked.
 """
 
 import json
+import math
 from typing import Any, Literal
 
 import numpy as np
@@ -16,7 +17,7 @@ from refusion_jax.cli.errors import UserError
 from refusion_jax.distributed.json_files import read_json
 from refusion_jax.distributed.storage import write_file
 from refusion_jax.model.families import NAMES
-from refusion_jax.model.lora import INPUTS, Lora
+from refusion_jax.model.lora import INPUTS, Lora, pair_of
 from refusion_jax.model.tensor_files import Tensors
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
@@ -69,15 +70,14 @@ def load(path: epath.Path, target: dict[str, Any]) -> tuple[Lora, dict[str, Any]
       UserError: where a file cannot be read, or a tensor has no place in the model.
     """
     config, tensors, layers, known = _read_config(path), Tensors(path, WEIGHTS), {}, set()
-    names = [name for name in INPUTS if _their_name(name, "A", 0) in tensors.names]
+    names = [name for name in INPUTS if _their_name(name, "a", 0) in tensors.names]
     for name in names:
-        shape = target["layers"][name].shape
-        count, inputs = shape[0], 1 + INPUTS[name]
-        for side, ours in (("A", (*shape[1:inputs], config.r)), ("B", (config.r, *shape[inputs:]))):
-            theirs = [_their_name(name, side, layer) for layer in range(count)]
-            flat = (config.r, int(np.prod(ours[:-1]))) if side == "A" else (int(np.prod(ours[1:])), config.r)
-            stacked = [tensors.read(each, flat).astype(np.float32).T.reshape(ours) for each in theirs]
-            layers[f"{name}_{side.lower()}"] = np.stack(stacked)
+        for side, shape in zip("ab", pair_of(name, target["layers"][name].shape, config.r), strict=True):
+            theirs = [_their_name(name, side, layer) for layer in range(shape[0])]
+            width = math.prod(shape[1:]) // config.r
+            flat = (config.r, width) if side == "a" else (width, config.r)
+            stacked = np.stack([tensors.read(each, flat).astype(np.float32).T for each in theirs])
+            layers[f"{name}_{side}"] = stacked.reshape(shape)
             known |= set(theirs)
     for left in sorted(tensors.names - known):
         raise UserError(f"{path / WEIGHTS}: {left} has no place in the model that it adapts")
@@ -94,9 +94,9 @@ def write(path: epath.Path, lora: Lora, adapters: dict[str, Any], base: epath.Pa
         raise UserError(f"--format=peft holds adapters alone, and {min(others)} was trained, too: use huggingface")
     tensors = {}
     for name, stacked in adapters["layers"].items():
-        name, side = name[:-2], name[-1].upper()
+        name, side = name[:-2], name[-1]
         for layer, weight in enumerate(np.asarray(stacked)):
-            flat = weight.reshape(-1, lora.rank) if side == "A" else weight.reshape(lora.rank, -1)
+            flat = weight.reshape(-1, lora.rank) if side == "a" else weight.reshape(lora.rank, -1)
             tensors[_their_name(name, side, layer)] = np.ascontiguousarray(flat.T)
     config = {
         "peft_type": "LORA",
@@ -116,4 +116,4 @@ def _read_config(path: epath.Path) -> _Config:
 
 
 def _their_name(name: str, side: str, layer: int) -> str:
-    return "base_model.model." + NAMES[name].format(layer).replace("weight", f"lora_{side}.weight")
+    return "base_model.model." + NAMES[name].format(layer).replace("weight", f"lora_{side.upper()}.weight")

@@ -63,22 +63,17 @@ def splash_attention(
       q, k, v, visibility: as for `packed_attention`, with a pattern; T a multiple of 128 x the mesh's sequence axis.
       interpret: emulate the kernel on another platform, for tests.
     """
-    mesh = jax.sharding.get_abstract_mesh()
-    parts, heads = (1 if mesh.empty else sharding.shard_count(mesh, axis) for axis in ("length", "heads"))
-    rows = len(q) // (1 if mesh.empty else sharding.shard_count(mesh, "batch"))
-    kernel, tiles = _kernel(visibility.pattern, q.shape[1], q.shape[2] // heads, parts, rows, interpret)
-    queries, keys = (sharding.spec("batch", length, heads, None) for length, heads in _LAYOUTS)
-    own, whole = sharding.spec("batch", "length"), sharding.spec("batch", None)
-    kernel_spec = None
+    parts, heads, shards = (sharding.shard_count_here(axis) for axis in ("length", "heads", "batch"))
+    kernel, tiles = _kernel(visibility.pattern, q.shape[1], q.shape[2] // heads, parts, len(q) // shards, interpret)
+    queries, own = sharding.spec("batch", "length", "heads", None), sharding.spec("batch", "length")
+    keys, whole = sharding.spec("batch", None, "kv_heads", None), sharding.spec("batch", None)
+    kernel_spec, mesh = None, jax.sharding.get_abstract_mesh()
     if not mesh.empty:
         kernel_spec = kernel.manual_sharding_spec(jax.NamedSharding(mesh, sharding.spec(None, "length")))
     attend = functools.partial(_attend, tiles)
     run = sharding.on_each_chip(attend, (kernel_spec, queries, keys, keys, own, whole), queries)
     # The kernel leaves the scale of the scores to its caller.
     return run(kernel, q * q.shape[-1] ** -0.5, k, v, visibility.segment_ids, visibility.segment_ids)
-
-
-_LAYOUTS = ("length", "heads"), (None, "kv_heads")  # of queries; of keys and values, which a chip needs of whole rows
 
 
 def _attend(

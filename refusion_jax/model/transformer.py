@@ -35,7 +35,7 @@ from refusion_jax.model.stack import Layers, norm
 class Transformer(nnx.Module):
     """A decoder-only transformer. The caller supplies the attention mask. It computes in `dtype`; logits are float32.
 
-    `remat` is one of `remat.REMAT_POLICIES`, `backend` one of `packed_attention.BACKENDS`, for packed rows, and
+    `remat` is one of `remat.REMAT_POLICIES`, `backend` as of `packed_attention.backend_for`, for packed rows, and
     `quantization` "int8", of products with weights of layers, for training (int8_training.py), or "none".
     """
 
