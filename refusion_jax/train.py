@@ -159,16 +159,16 @@ def compile_into_cache(config: ml_collections.ConfigDict, workdir: epath.Path, p
 
 def session(run: Run, start_over: bool) -> str:
     """Trains from the newest whole checkpoint until the run is complete, preempted, or rolled back: says which."""
-    config, opened = run.config, Session(run, start_over)
-    if opened.first_step >= config.steps:
-        say(f"training is complete: {run.workdir} holds step {opened.first_step} of {config.steps}")
+    config, s = run.config, Session(run, start_over)
+    if s.first_step >= config.steps:
+        say(f"training is complete: {run.workdir} holds step {s.first_step} of {config.steps}")
         return "complete"
-    size, trained = (sum(x.size for x in jax.tree.leaves(tree)) for tree in (opened.state.weights, opened.state.params))
+    size, trained = (sum(x.size for x in jax.tree.leaves(tree)) for tree in (s.state.weights, s.state.params))
     what = f"{size:,} parameters" + (f", {trained:,} of them trained," if trained < size else "")
     for change in run.changed:
         say(f"changed: {change}")
-    say(f"{what} on {sharding.describe(run.mesh)}; step {opened.first_step} of {config.steps}")
-    with opened as s:
+    say(f"{what} on {sharding.describe(run.mesh)}; step {s.first_step} of {config.steps}")
+    with s.opened():
         state, batches, hooks = s.state, s.batches(), s.hooks()
         for step in range(s.first_step + 1, config.steps + 1):
             s.profile.before(step)

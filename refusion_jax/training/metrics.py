@@ -71,13 +71,10 @@ class MetricsWriter:
         self._kept = step, metrics
 
     def flush(self) -> None:
-        """Writes what `later` has kept, if there is anything."""
-        if self._kept:
-            self.write(*self._kept)
-            self._kept = None
-
-    def write(self, step: int, metrics: dict[str, jax.Array]) -> None:
-        """Waits for the metrics of a step and writes its record, with null for numbers that are not finite."""
+        """Waits for what `later` has kept, if anything, and writes its record: null for numbers that are not finite."""
+        if not self._kept:
+            return
+        (step, metrics), self._kept = self._kept, None
         metrics = jax.device_get({name: value for name, value in metrics.items() if name not in _NOT_LOGGED})
         tokens = wide_to_int(metrics.pop("tokens"))
         now = time.monotonic()

@@ -60,7 +60,7 @@ class Run:
 
 
 class Session:
-    """The state, the checkpoints and the logs of a session. Use it in a `with` block, at whose end all are closed."""
+    """The state, the checkpoints and the logs of a session."""
 
     def __init__(self, run: Run, start_over: bool):
         """Reads the newest whole checkpoint, or begins at step 0 where none can be read and `start_over` is true.
@@ -69,7 +69,7 @@ class Session:
         """
         self._run, config = run, run.config
         self._began = time.monotonic()
-        self._stack, self._health = contextlib.ExitStack(), Health(config.guard.skips)
+        self._health = Health(config.guard.skips)
         self.checkpoints = Checkpoints(run.workdir, config.checkpoint.keep, config.checkpoint.failures)
         self.skipped = SkippedBatches(run.workdir)
         check_same(f"{recovery.FILE} in --workdir", str(self.skipped.windows))
@@ -89,7 +89,8 @@ class Session:
         if run.failure:
             self.skipped.add(self.first_step, run.failure, config.guard.rollbacks)
 
-    def __enter__(self) -> "Session":
+    @contextlib.contextmanager
+    def opened(self) -> Iterator[None]:
         """Opens the logs, and compiles the step (from the cache, where a session before has compiled it)."""
         run, config, workdir = self._run, self._run.config, self._run.workdir
         with contextlib.ExitStack() as stack:
@@ -126,11 +127,7 @@ class Session:
             self.watchdog = Watchdog(config.guard.hang_minutes)
             stack.callback(self.watchdog.close)
             run.preemption.training, run.failure = True, None
-            self._stack = stack.pop_all()
-        return self
-
-    def __exit__(self, *failure) -> None:
-        self._stack.__exit__(*failure)
+            yield
 
     def next_row(self, step: int) -> int:
         """How many rows of the data a step and those before it have used, skipped ones included."""
