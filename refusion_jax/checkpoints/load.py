@@ -24,9 +24,8 @@ from refusion_jax.distributed.sharding import make_mesh
 from refusion_jax.distributed.storage import absolute
 from refusion_jax.model import huggingface, huggingface_config, peft
 from refusion_jax.model.abstract import abstract_transformer
-from refusion_jax.model.families import OPTIONAL
 from refusion_jax.model.lora import Lora, combine
-from refusion_jax.model.shape import ModelConfig
+from refusion_jax.model.shape import OPTIONAL, ModelConfig
 from refusion_jax.model.transformer import Transformer
 from refusion_jax.systems.registry import decoders_for, default_decoder, default_system, plain_system, releases
 

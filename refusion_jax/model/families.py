@@ -32,12 +32,6 @@ NAMES = {
     "lm_head": "lm_head.weight",
 }
 _EXPERTS = {name: f"model.layers.{{}}.mlp.experts.{{}}.{name}.weight" for name in ("gate_proj", "up_proj", "down_proj")}
-# Keys of config.json, and of `ModelConfig`, that only families with a default for them have.
-OPTIONAL = (
-    *("num_experts", "num_experts_per_tok", "moe_intermediate_size", "norm_topk_prob", "router_aux_loss_coef"),
-    *("first_k_dense_replace", "num_shared_experts", "n_group", "topk_group", "routed_scaling_factor"),
-    *("partial_rotary_factor", "query_pre_attn_scalar", "no_rope_layer_interval"),
-)
 
 
 @dataclasses.dataclass(frozen=True)

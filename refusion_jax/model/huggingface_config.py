@@ -1,5 +1,6 @@
 """config.json of the Hugging Face families in families.py: the shape that it describes, and that of ours as theirs."""
 
+import dataclasses
 import json
 import types
 from collections.abc import Mapping, Sequence
@@ -11,8 +12,8 @@ from etils import epath
 from refusion_jax.cli.errors import UserError
 from refusion_jax.data.interface import Tokenizer
 from refusion_jax.distributed.json_files import read_json, to_type
-from refusion_jax.model.families import FAMILIES, OPTIONAL, Release
-from refusion_jax.model.shape import ModelConfig, to_model_config
+from refusion_jax.model.families import FAMILIES, Release
+from refusion_jax.model.shape import OPTIONAL, ModelConfig, RareFields, to_model_config
 
 _SECTION = "refusion_jax"  # of a config.json that we write: what transformers has no words for
 _OURS = ("shifted", "block_size")  # of ModelConfig
@@ -38,7 +39,8 @@ Releases = Mapping[str, Sequence[Release]]  # by the name of the system
 NONE: Releases = types.MappingProxyType({})
 
 
-class _Ours(pydantic.BaseModel):
+@dataclasses.dataclass(frozen=True)
+class _Ours:
     """What `save` says of a model in words of ours."""
 
     objective: str | None = None
@@ -46,10 +48,9 @@ class _Ours(pydantic.BaseModel):
     block_size: int = 0
 
 
-class Config(pydantic.BaseModel):
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Config(RareFields):
     """What we read of a config.json; defaults are those of transformers."""
-
-    model_config = pydantic.ConfigDict(strict=True)
 
     model_type: str
     vocab_size: int
@@ -66,19 +67,7 @@ class Config(pydantic.BaseModel):
     tie_word_embeddings: bool = False
     max_position_embeddings: int = 32768
     query_pre_attn_scalar: pydantic.PositiveInt | None = None
-    num_experts: int = 0
-    num_experts_per_tok: int = 0
-    moe_intermediate_size: int = 0
-    norm_topk_prob: bool = True
-    router_aux_loss_coef: float = 0.001
-    first_k_dense_replace: int = 0
-    num_shared_experts: int = 0
-    n_group: int = 1
-    topk_group: int = 1
-    routed_scaling_factor: float = 1.0
-    partial_rotary_factor: float = 1.0
     no_rope_layers: list[int] | None = None  # 0: a layer without RoPE
-    no_rope_layer_interval: int = 0
     rotary_dim: int | None = None  # another word for partial_rotary_factor
     rope_local_base_freq: float | None = None
     sliding_window: pydantic.PositiveInt | None = None
@@ -89,6 +78,9 @@ class Config(pydantic.BaseModel):
     eos_token_id: int | list[int] | None = None
     mask_token_id: int | None = None
     refusion_jax: _Ours = _Ours()
+
+
+_FIELDS = frozenset(field.name for field in dataclasses.fields(Config))
 
 
 def is_huggingface(path: epath.Path) -> bool:
@@ -189,7 +181,7 @@ def read_with_names(path: epath.Path, releases: Releases) -> tuple[Config, Mappi
             raise UserError(
                 f"{file}: {theirs}={given[theirs]!r:.60} and {ours}={given[ours]!r:.60} contradict each other"
             )
-    known = {*Config.model_fields, *_OURS, *fixed, *release.keys, *release.ignored, *_IGNORED}
+    known = {*_FIELDS, *_OURS, *fixed, *release.keys, *release.ignored, *_IGNORED}
     known -= set(OPTIONAL) - family.defaults.keys()
     if system and (unknown := sorted(given.keys() - known)):
         raise UserError(f"{file}: {unknown[0]}={json.dumps(given[unknown[0]])[:60]} is not understood")
@@ -199,7 +191,7 @@ def read_with_names(path: epath.Path, releases: Releases) -> tuple[Config, Mappi
     if system:
         ours = {key: given[key] for key in _OURS if key in given}
         given |= {"model_type": release.family, _SECTION: ours | {"objective": system}}
-    given = {key: value for key, value in given.items() if key in Config.model_fields}
+    given = {key: value for key, value in given.items() if key in _FIELDS}
     return to_type(given, Config, f"{file} cannot be read"), release.names
 
 

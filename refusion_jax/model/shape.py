@@ -9,17 +9,38 @@ from pydantic import Field
 
 from refusion_jax.cli.errors import UserError
 from refusion_jax.distributed.json_files import to_type
-from refusion_jax.model.families import FAMILIES, OPTIONAL
+from refusion_jax.model.families import FAMILIES
 
 _Positive = Annotated[float, Field(gt=0, le=1e12)]
-
 
 # In these a model and one that reads its hidden states agree: both keep keys and values in one cache.
 READ_ALIKE = ("hidden_size", "num_key_value_heads", "head_dim")
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RareFields:
+    """What few families have, under Hugging Face's names."""
+
+    num_experts: int = 0  # of a layer, in place of an MLP of intermediate_size; 0 in dense families
+    num_experts_per_tok: int = 0
+    moe_intermediate_size: int = 0  # of an expert
+    norm_topk_prob: bool = True  # whether the weights of a token's experts sum to 1
+    router_aux_loss_coef: float = 0.001  # of the loss that balances them
+    first_k_dense_replace: int = 0  # layers before the first with experts
+    num_shared_experts: int = 0  # as many more experts' width, in one MLP that every token goes through
+    n_group: int = 1  # of the experts, of which a token may choose from topk_group
+    topk_group: int = 1
+    routed_scaling_factor: float = 1.0  # of the weights of a token's experts
+    partial_rotary_factor: float = 1.0  # the part of a head that RoPE rotates
+    no_rope_layer_interval: int = 0  # every so many-th layer is without RoPE; 0: none
+
+
+# Keys of config.json, and of `ModelConfig`, that only families with a default for them have.
+OPTIONAL = (*(field.name for field in dataclasses.fields(RareFields)), "query_pre_attn_scalar")
+
+
 @dataclasses.dataclass(frozen=True)
-class ModelConfig:
+class ModelConfig(RareFields):
     """The shape of the transformer, and what its token ids mean, under Hugging Face's names."""
 
     vocab_size: Annotated[int, Field(ge=1, le=2**24)]  # rows of the embedding
@@ -44,18 +65,6 @@ class ModelConfig:
     rope_scaling: tuple[_Positive, ...] = ()  # see `layers.rope_rotation`
     local_rope: tuple[_Positive, ...] = ()  # of Gemma 3: (rope_theta of local layers, every n-th layer is global)
     query_pre_attn_scalar: Annotated[int, Field(ge=0, le=2**20)] = 0  # attention divides by its root; 0: head_dim's
-    num_experts: int = 0  # of a layer, in place of an MLP of intermediate_size; 0 in dense families
-    num_experts_per_tok: int = 0
-    moe_intermediate_size: int = 0  # of an expert
-    norm_topk_prob: bool = True  # whether the weights of a token's experts sum to 1
-    router_aux_loss_coef: float = 0.001  # of the loss that balances them
-    first_k_dense_replace: int = 0  # layers before the first with experts
-    num_shared_experts: int = 0  # as many more experts' width, in one MLP that every token goes through
-    n_group: int = 1  # of the experts, of which a token may choose from topk_group
-    topk_group: int = 1
-    routed_scaling_factor: float = 1.0  # of the weights of a token's experts
-    partial_rotary_factor: float = 1.0  # the part of a head that RoPE rotates
-    no_rope_layer_interval: int = 0  # every so many-th layer is without RoPE; 0: none
 
 
 def to_model_config(path: epath.PathLike, content: dict[str, Any]) -> ModelConfig:
