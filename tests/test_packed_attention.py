@@ -13,9 +13,8 @@ from refusion_jax.batch.folding import fold, fold_visibility, unfold
 from refusion_jax.batch.visibility import BIDIRECTIONAL, CAUSAL, Pattern, Visibility
 from refusion_jax.distributed import sharding
 from refusion_jax.model.attention import attention
-from refusion_jax.model.packed_attention import backend_for, packed_attention
+from refusion_jax.model.packed_attention import backend_for, packed_attention, triton_attention
 from refusion_jax.model.splash import splash_attention
-from refusion_jax.model.triton import triton_attention
 
 B, T, N, K, H = 4, 256, 4, 2, 128
 

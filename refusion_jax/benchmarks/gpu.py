@@ -42,7 +42,7 @@ from refusion_jax.distributed.sharding import make_mesh
 from refusion_jax.distributed.storage import write_file
 from refusion_jax.model.attention import attention
 from refusion_jax.model.flops import train_flops_per_token
-from refusion_jax.model.triton import triton_attention
+from refusion_jax.model.packed_attention import triton_attention
 from refusion_jax.systems.api import DecodeSettings, decode
 from refusion_jax.systems.registry import default_system
 from refusion_jax.training.program import train_program

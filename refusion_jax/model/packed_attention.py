@@ -2,7 +2,7 @@
 
 splash   TPU: the Pallas kernel of JAX (splash.py), where visibility follows a static pattern; skips the tiles that
          nobody sees, by the pattern and by the documents of the batch
-triton   GPU: the flash attention of JAX in Pallas (triton.py), for causal and bidirectional patterns; no [T, T] array,
+triton   GPU: the flash attention of JAX in Pallas, for causal and bidirectional patterns; no [T, T] array,
          forward or backward
 xla      everything else, in blocks of queries: [T, T] scores are never held for a whole row
 
@@ -11,19 +11,26 @@ All of them compute what `attention` does with `Visibility.mask`, the dense defi
 Axes: B rows, T row length, N query heads, K key/value heads, H head size.
 """
 
-import types
+import warnings
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from refusion_jax.batch.visibility import BIDIRECTIONAL, CAUSAL, Visibility
 from refusion_jax.distributed import sharding
-from refusion_jax.model import triton
 from refusion_jax.model.attention import attention
 
 # Queries go to XLA in blocks that see only the keys that their pattern lets any of them see. Causal rows of 512 tokens
 # so take 53 ms forward and backward on two cores instead of 90. Blocks of 64 take 46, but compile in twice the time.
 _QUERIES, _MOST_BLOCKS = 128, 8
+
+_TILE = 128  # the least side of the tiles that splash works on, and that of triton's
+_HEAD_DIMS = (16, 32, 64, 128)  # that triton takes
+# Sides of the tiles of its backward pass. On an H200, 8 rows of 2,048 tokens with 16 heads of 128: 2.2 ms forward and
+# backward with 128, 2.8 with 64, 4.5 with 32 (JAX's default), which fits into the shared memory of any GPU.
+_BACKWARD_TILES = {"9.0": 128}  # by compute capability; 9.0: H100 and H200
+_SMALLEST_BACKWARD_TILE = 32
 
 
 def backend_for(platform: str, length: int, head_dim: int, dtype: str) -> str:
@@ -31,9 +38,11 @@ def backend_for(platform: str, length: int, head_dim: int, dtype: str) -> str:
 
     `length` is that of the part of a row that a chip has.
     """
-    if platform == "tpu" and length % _splash().SMALLEST_TILE == 0:
+    if length % _TILE:
+        return "xla"
+    if platform == "tpu":
         return "splash"
-    if platform == "gpu" and length % triton.TILE == 0 and head_dim in triton.HEAD_DIMS and dtype == "bfloat16":
+    if platform == "gpu" and head_dim in _HEAD_DIMS and dtype == "bfloat16":
         return "triton"
     return "xla"
 
@@ -50,10 +59,12 @@ def packed_attention(
     Of the backends splash serves patterns alone, triton two of them, and what they do not goes to xla.
     """
     if backend == "splash" and visibility.pattern:
-        return _splash().splash_attention(q, k, v, visibility)
+        from refusion_jax.model import splash  # Pallas: 0.1 s that other devices need not wait for
+
+        return splash.splash_attention(q, k, v, visibility)
     T, is_split = q.shape[1], sharding.shard_count_here("length") > 1
     if backend == "triton" and visibility.pattern in (CAUSAL, BIDIRECTIONAL) and not is_split:
-        return triton.triton_attention(q, k, v, visibility)
+        return triton_attention(q, k, v, visibility)
 
     def of_block(begin: int, end: int) -> Float[Array, "B {end-begin} N H"]:
         """Attention of some queries to the keys that any of them may see."""
@@ -66,7 +77,35 @@ def packed_attention(
     return jnp.concatenate([of_block(begin, end) for begin, end in zip([0, *ends], ends, strict=False)], axis=1)
 
 
-def _splash() -> types.ModuleType:
-    from refusion_jax.model import splash  # Pallas: 0.1 s that other devices need not wait for
+def triton_attention(
+    q: Float[Array, "B T N H"],
+    k: Float[Array, "B T K H"],
+    v: Float[Array, "B T K H"],
+    visibility: Visibility,
+    backward_tile: int | None = None,
+    interpret: bool = False,
+) -> Float[Array, "B T N H"]:
+    """`packed_attention` by the Triton kernel, on every chip's own rows and heads.
 
-    return splash
+    cuDNN has packed rows as well, but for a number of documents a row that is compiled in and that its residuals grow
+    with, on Hopper and later alone; and what JAX 0.10 makes of its offsets is wrong where key heads are fewer.
+
+    The pattern is causal or bidirectional, and T a multiple of 128. `backward_tile` is the side of tiles of the
+    backward pass; None: the fastest one known for the GPU at hand. `interpret` emulates the kernel, for tests.
+    """
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # JAX 0.11 names tokamax as the kernel's new home
+        from jax.experimental.pallas.ops.gpu import attention as kernel  # 0.5 s that other devices need not wait for
+
+    groups, is_causal = q.shape[2] // k.shape[2], visibility.pattern == CAUSAL
+    capability = getattr(jax.devices()[0], "compute_capability", "")
+    tile = backward_tile or _BACKWARD_TILES.get(capability, _SMALLEST_BACKWARD_TILE)
+    tiles = kernel.BlockSizes(_TILE, _TILE, tile, tile, tile, tile)
+
+    def local(q, k, v, segments):
+        k, v = (jnp.repeat(x, groups, axis=2) for x in (k, v))  # the kernel knows no groups of heads
+        return kernel.mha(q, k, v, segments, q.shape[-1] ** -0.5, is_causal, tiles, interpret=interpret)
+
+    heads, kv_heads = (sharding.spec("batch", None, axis, None) for axis in ("heads", "kv_heads"))
+    specs = heads, kv_heads, kv_heads, sharding.spec("batch", None)
+    return sharding.on_each_chip(local, specs, heads)(q, k, v, visibility.segment_ids)

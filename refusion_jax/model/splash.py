@@ -40,7 +40,6 @@ from refusion_jax.model import remat
 # (head size 128, bfloat16, libtpu 0.0.51).
 _TILES = (1024, 512, 256, 128)
 _LARGEST = {"TPU v6 lite": 1024}  # by jax.Device.device_kind, for rows of 4,096 tokens and more; 512 otherwise
-SMALLEST_TILE = _TILES[-1]
 
 # One kernel for the gradients of queries, keys and values makes the scores once: 5 products instead of 7, 2.3 % less of
 # a step of 8B as counted for v5p, v5e and v6e. It writes the gradient of the queries once for every tile of keys, to be
@@ -190,7 +189,7 @@ def _kernel(pattern: Pattern, length: int, heads: int, parts: int, rows: int, in
     one_head = masks.CausalMask((length, length)) if pattern == CAUSAL else _PatternMask(pattern, length)
     largest = _LARGEST.get(sharding.device_kind_here(), 512) if length >= 4096 else 512
     # Folded rows have two parts a chip: tiles within one, where they have room for one.
-    own = length // parts // (2 if isinstance(pattern, Folded) and length // parts % (2 * SMALLEST_TILE) == 0 else 1)
+    own = length // parts // (2 if isinstance(pattern, Folded) and length // parts % (2 * _TILES[-1]) == 0 else 1)
     tile = next(tile for tile in _TILES if tile <= largest and own % tile == 0)
     fused = parts == 1 and length // tile <= _MOST_TILES and rows <= _MOST_ROWS
     passes = "q", "kv", "q_dkv", "kv_dkv", "kv_dkv_compute", *(() if fused else ("q_dq", "kv_dq"))
