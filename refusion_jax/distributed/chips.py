@@ -132,15 +132,14 @@ _GPUS = {
 
 def peak_flops(device_kind: str) -> float | None:
     """Peak of dense bf16 arithmetic, FLOP/s, or None where it is not known (CPUs)."""
-    known = _peaks(device_kind)
-    return known[0] if known else None
+    return _peaks(device_kind)[0]
 
 
-def _peaks(device_kind: str) -> tuple[float, float] | None:
+def _peaks(device_kind: str) -> tuple[float, float] | tuple[None, None]:
     """FLOP/s and bytes/s of memory, by the longest name that the kind begins with."""
     chips = {chip.device_kind: (chip.peak_flops, chip.hbm_bandwidth) for chip in CHIPS.values()} | _GPUS
     known = [name for name in chips if device_kind.startswith(name)]
-    return chips[max(known, key=len)] if known else None
+    return chips[max(known, key=len)] if known else (None, None)
 
 
 # Two cores of an AMD EPYC: weights that the last cache (32 MiB) holds are there as fast as they are multiplied; what
@@ -155,7 +154,7 @@ def free_tokens(weight_bytes: int, device_kind: str, itemsize: int = 2) -> int:
     CPU a rule from measurements. 0 where nothing is known, and where nothing is free. Of `itemsize`, the bytes of a
     weight, more than 2 count as 2, since wider products take longer too.
     """
-    if known := _peaks(device_kind):
-        flops, bandwidth = known
+    flops, bandwidth = _peaks(device_kind)
+    if flops:
         return round(flops / bandwidth * min(itemsize, 2) / 2)
     return _CPU_TOKENS if device_kind == "cpu" and weight_bytes > _CPU_CACHE else 0

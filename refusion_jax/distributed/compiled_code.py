@@ -77,15 +77,11 @@ def find_danger(directory: epath.Path) -> str | None:
 
 
 def _others_can_write(about: os.stat_result) -> bool:
-    if about.st_mode & stat.S_IWOTH:
-        return True
-    return bool(about.st_mode & stat.S_IWGRP) and not _is_alone_in(about.st_gid)
-
-
-def _is_alone_in(group: int) -> bool:
-    """Whether a group is this user's private one."""
+    """Whether somebody else can; those of a group, unless it is this user's private one."""
+    if about.st_mode & stat.S_IWOTH or not about.st_mode & stat.S_IWGRP:
+        return bool(about.st_mode & stat.S_IWOTH)
     try:
         user = pwd.getpwuid(os.geteuid())
-        return user.pw_gid == group and not set(grp.getgrgid(group).gr_mem) - {user.pw_name}
+        return user.pw_gid != about.st_gid or bool(set(grp.getgrgid(about.st_gid).gr_mem) - {user.pw_name})
     except KeyError:
-        return False
+        return True

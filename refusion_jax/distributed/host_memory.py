@@ -24,12 +24,6 @@ def keep_freed_memory() -> None:
     one heap, since threads cannot have large arrays in heaps of their own. The peak of memory stays. With an
     accelerator the host's memory peaks when checkpoints are written, and is returned.
     """
-    if not any(map(glob.glob, ACCELERATORS)):
-        _set(_M_ARENA_MAX, 1)
-        _set(_M_MMAP_MAX, 0)
-        _set(_M_TRIM_THRESHOLD, -1)
-
-
-def _set(option: int, value: int) -> None:
-    if hasattr(libc := ctypes.CDLL(None), "mallopt"):
-        libc.mallopt(option, value)
+    if not any(map(glob.glob, ACCELERATORS)) and hasattr(libc := ctypes.CDLL(None), "mallopt"):
+        for option, value in ((_M_ARENA_MAX, 1), (_M_MMAP_MAX, 0), (_M_TRIM_THRESHOLD, -1)):
+            libc.mallopt(option, value)

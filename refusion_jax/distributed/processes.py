@@ -161,10 +161,9 @@ def _explicit() -> tuple[str, int, int] | None:
         if name not in given:
             raise UserError(f"{name} is not set, but {' and '.join(given)} {'are' if len(given) > 1 else 'is'}")
     address, *numbers = (given[name] for name in _VARIABLES)
-    if not all(map(_is_number, numbers)) or int(numbers[1]) >= int(numbers[0]):
+    if not all(re.fullmatch("[0-9]{1,9}", number) for number in numbers) or int(numbers[1]) >= int(numbers[0]):
         raise UserError(f"JAX_PROCESS_ID={numbers[1]} must be a number from 0 to below JAX_NUM_PROCESSES={numbers[0]}")
-    host, _, port = address.rpartition(":")
-    if not host or not _is_number(port) or not 0 < int(port) < 65536:
+    if not re.fullmatch(".+:[0-9]{1,5}", address) or not 0 < int(address.rpartition(":")[2]) < 65536:
         raise UserError(f"JAX_COORDINATOR_ADDRESS={address} must be host:port, with a port from 1 to 65535")
     return address, *map(int, numbers)
 
@@ -176,10 +175,6 @@ def _is_alone() -> bool:
     """
     hosts = os.environ.get("TPU_PROCESS_ADDRESSES") or os.environ.get("TPU_WORKER_HOSTNAMES") or ","
     return "," not in hosts and not os.environ.get("MEGASCALE_NUM_SLICES")
-
-
-def _is_number(text: str) -> bool:
-    return text.isdecimal() and len(text) < 10
 
 
 def fetch(arrays: Any) -> Any:

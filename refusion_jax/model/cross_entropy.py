@@ -35,26 +35,26 @@ def linear_cross_entropy(
     return _forward(x, head, labels, is_labelled)[0]
 
 
+def _specs():
+    """Of x and the head, and of what there is for each token."""
+    x = sharding.spec("batch", "length", None)
+    return (x, sharding.spec("vocab", "embed")), sharding.spec("batch", "length")
+
+
 def _forward(x, head, labels, is_labelled):
-    tokens = sharding.spec("batch", "length")
-    run = sharding.on_each_chip(_local_forward, _in_specs(), (tokens, tokens))
+    own, tokens = _specs()
+    run = sharding.on_each_chip(_local_forward, (*own, tokens, tokens), (tokens, tokens))
     cross_entropy, log_normalizer = run(x, head, labels, is_labelled)
     return cross_entropy, (x, head, labels, is_labelled, log_normalizer)
 
 
 def _backward(kept, cotangent):
-    tokens = sharding.spec("batch", "length")
-    specs = _in_specs()
-    run = sharding.on_each_chip(_local_backward, (*specs, tokens, tokens), specs[:2])
+    own, tokens = _specs()
+    run = sharding.on_each_chip(_local_backward, (*own, *[tokens] * 4), own)
     return *run(*kept, cotangent), None, None
 
 
 linear_cross_entropy.defvjp(_forward, _backward)
-
-
-def _in_specs():
-    tokens = sharding.spec("batch", "length")
-    return sharding.spec("batch", "length", None), sharding.spec("vocab", "embed"), tokens, tokens
 
 
 @struct.dataclass
@@ -119,17 +119,13 @@ def _hits(labels, chunk, first, rows: int):
     return (labels[:, None] == (first + jnp.arange(chunk.shape[1]))[None]) & _is_row(chunk, first, rows)
 
 
-def _gather(chunk, dtype):
-    return sharding.all_gather(chunk.astype(dtype), "embed", axis=0)
-
-
 def _local_forward(x, head, labels, is_labelled):
     rows = head.shape[0]
     blocks, order = _blocks(x, labels - rows * sharding.shard_index("vocab"), is_labelled)
 
     def chunk_step(carry, chunk_first):
         chunk, first = chunk_first
-        chunk = _gather(chunk, x.dtype)
+        chunk = sharding.all_gather(chunk.astype(x.dtype), "embed", axis=0)
 
         def block_step(_, block):
             blocked, (high, total, picked) = block
@@ -138,11 +134,8 @@ def _local_forward(x, head, labels, is_labelled):
                 logits = _chunk_logits(blocked.x, chunk, first, rows)
                 higher = jnp.maximum(high, logits.max(axis=-1))
                 total = total * jnp.exp(high - higher) + jnp.exp(logits - higher[:, None]).sum(axis=-1)
-                return (
-                    higher,
-                    total,
-                    picked + jnp.where(_hits(blocked.labels, chunk, first, rows), logits, 0).sum(axis=-1),
-                )
+                picked = picked + jnp.where(_hits(blocked.labels, chunk, first, rows), logits, 0).sum(axis=-1)
+                return higher, total, picked
 
             return None, jax.lax.cond(blocked.has_label, add, lambda *same: same, high, total, picked)
 
@@ -167,7 +160,7 @@ def _local_backward(x, head, labels, is_labelled, log_normalizer, cotangent):
 
     def chunk_step(dx, chunk_first):
         chunk, first = chunk_first
-        chunk = _gather(chunk, x.dtype)
+        chunk = sharding.all_gather(chunk.astype(x.dtype), "embed", axis=0)
 
         def block_step(dchunk, block):
             blocked, scale, normalizer, dx = block

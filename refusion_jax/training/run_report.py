@@ -13,7 +13,7 @@ import logging
 import re
 import statistics
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from importlib import resources
 from typing import Any, NamedTuple
 
@@ -175,21 +175,18 @@ def _inline(svg: str, title: str) -> str:
 def _summary(run: ShownRun) -> list[str]:
     """The cells of a run in the table of all, by _SUMMARY: the last values, and the medians of rates."""
 
-    def last(name: str, form: str) -> str:
-        return format(found[-1][1], form) if (found := run.values(name)) else ""
-
-    def median(name: str, form: str) -> str:
-        return format(statistics.median(y for _, y in found), form) if (found := run.values(name)) else ""
+    def shown(name: str, form: str, of: Callable = lambda values: values[-1]) -> str:
+        return format(of([y for _, y in found]), form) if (found := run.values(name)) else ""
 
     ends = [event for event in run.events if event["event"] in ("start", "end")]
     return [
         str(run.config["objective"]),
         f"{run.records[-1]['step']:,} of {run.config['steps']:,}",
-        last("tokens", ",.0f"),
-        last("loss", ".4f"),
-        last("eval_loss", ".4f"),
-        median("tokens_per_second", ",.0f"),
-        median("mfu", ".1%"),
+        shown("tokens", ",.0f"),
+        shown("loss", ".4f"),
+        shown("eval_loss", ".4f"),
+        shown("tokens_per_second", ",.0f", statistics.median),
+        shown("mfu", ".1%", statistics.median),
         f"{events.account(run.events)['goodput']:.1%}" if run.events else "",
         str(ends[-1].get("reason", "not yet")) if ends else "",
     ]
