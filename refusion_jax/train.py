@@ -46,9 +46,9 @@ from refusion_jax.evaluation.heldout import make_held_out
 from refusion_jax.model.shape import READ_ALIKE
 from refusion_jax.planning.fastest import faster_settings
 from refusion_jax.training import events
-from refusion_jax.training.loop import Now, RollBack
+from refusion_jax.training.loop import Now, RollBack, Run
 from refusion_jax.training.program import Program, train_program
-from refusion_jax.training.session import Run, Session
+from refusion_jax.training.session import Session
 from refusion_jax.training.trackers import check_trackers
 
 _CONFIG = command.define_config("Config file, such as configs/quickstart.py")

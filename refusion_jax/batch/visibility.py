@@ -90,22 +90,6 @@ def _cached(pattern: Pattern, length: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 @dataclasses.dataclass(frozen=True)
-class Causal(Pattern):
-    """Every token sees itself and the tokens before it."""
-
-    def rank_and_group(self, length: int) -> tuple[np.ndarray, np.ndarray]:
-        return np.arange(length, dtype=np.int32), np.zeros(length, np.int32)
-
-
-@dataclasses.dataclass(frozen=True)
-class Bidirectional(Pattern):
-    """Every token sees every token."""
-
-    def rank_and_group(self, length: int) -> tuple[np.ndarray, np.ndarray]:
-        return np.zeros(length, np.int32), np.zeros(length, np.int32)
-
-
-@dataclasses.dataclass(frozen=True)
 class BlockCausal(Pattern):
     """Every token sees its own block of `size` places and the blocks before it."""
 
@@ -132,7 +116,8 @@ class CausalStreams(Pattern):
         return rank.astype(np.int32), np.concatenate([index // self.size + 1, 0 * index]).astype(np.int32)
 
 
-CAUSAL, BIDIRECTIONAL = Causal(), Bidirectional()
+# Blocks of one token, and one block that no row exceeds: every token sees every token.
+CAUSAL, BIDIRECTIONAL = BlockCausal(1), BlockCausal(1 << 30)
 
 
 @struct.dataclass

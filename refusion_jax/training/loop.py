@@ -1,9 +1,17 @@
-"""Hooks of the training loop: what is done after steps, such as logging, evaluating and saving."""
+"""A run, and the hooks of its training loop: what is done after steps, such as logging, evaluating and saving."""
 
 import dataclasses
 from collections.abc import Callable
 from typing import Any
 
+import ml_collections
+from etils import epath
+from jax.sharding import Mesh
+
+from refusion_jax.data.interface import RowSource, Tokenizer
+from refusion_jax.distributed.preemption import Preemption
+from refusion_jax.model.shape import ModelConfig
+from refusion_jax.training.program import Program
 from refusion_jax.training.train_step import TrainState
 
 
@@ -30,6 +38,28 @@ class RollBack(Exception):  # noqa: N818  a decision, not a fault
     def __init__(self, step: int, why: str):
         super().__init__(why)
         self.step = step
+
+
+@dataclasses.dataclass
+class Run:
+    """All that is made once, however often the run is rolled back."""
+
+    config: ml_collections.ConfigDict
+    workdir: epath.Path
+    mesh: Mesh
+    tokenizer: Tokenizer
+    rows: RowSource
+    shape: ModelConfig
+    program: Program
+    held_out: Callable | None  # from make_held_out
+    tasks: Callable | None  # a TaskScores
+    preemption: Preemption
+    changed: list[str]  # of the config since the session before, see `check_same_run`
+    may_change_data: bool = False
+    initial_weights: dict | None = None  # those that the run was given, until they are used
+    check_lock: Callable[[], None] = lambda: None  # UserError where somebody else has taken the directory over
+    compiled_step: Callable | None = None
+    failure: RollBack | None = None  # why the session before was rolled back
 
 
 class Hooks:

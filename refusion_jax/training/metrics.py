@@ -6,7 +6,6 @@ import time
 from typing import Any
 
 import jax
-import ml_collections
 import numpy as np
 from etils import epath
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
@@ -16,6 +15,7 @@ from refusion_jax.distributed.append_log import AppendLog, read_log
 from refusion_jax.distributed.chips import peak_flops
 from refusion_jax.distributed.storage import LogDirectory, write_file
 from refusion_jax.systems.registry import loss_term_names
+from refusion_jax.training.loop import Run
 from refusion_jax.training.trackers import Trackers, as_markdown
 from refusion_jax.training.train_step import wide_to_int
 
@@ -30,24 +30,15 @@ class MetricsWriter:
     Rates are between logged steps. `seconds` counts the time of training, over all sessions of the run.
     """
 
-    def __init__(
-        self,
-        config: ml_collections.ConfigDict,
-        workdir: epath.Path,
-        logs: LogDirectory,
-        first_step: int,
-        tokens: int,
-        flops_per_step: float,
-        devices: np.ndarray,
-    ):
+    def __init__(self, run: Run, logs: LogDirectory, first_step: int, tokens: int):
         """Opens the files, and drops records after the checkpoint from which the run resumes.
 
-        `first_step` steps were taken and `tokens` trained on so far; the MFU is that of model FLOPs on all `devices`.
+        `first_step` steps were taken and `tokens` trained on so far; the MFU is that of model FLOPs on all devices.
         """
-        kept = read_metrics(workdir, up_to=first_step)
-        peak = peak_flops(devices.flat[0].device_kind)
-        self._flops_per_step = flops_per_step
-        self._peak = peak and peak * devices.size
+        config, kept = run.config, read_metrics(run.workdir, up_to=first_step)
+        peak = peak_flops(run.mesh.devices.flat[0].device_kind)
+        self._flops_per_step = config.batch_size * run.program.flops_per_row
+        self._peak = peak and peak * run.mesh.size
         seconds = [record["seconds"] for record in kept if isinstance(record.get("seconds"), int | float)]
         self._began = time.monotonic() - max(seconds, default=0.0)
         self._last = first_step, tokens, time.monotonic()
@@ -58,7 +49,7 @@ class MetricsWriter:
         write_file(logs.path / FILE, "".join(json.dumps(record) + "\n" for record in kept))
         self._file = AppendLog(logs.path / FILE, keeps_trying=True)
         self._samples = AppendLog(logs.fetch(SAMPLES), keeps_trying=True) if config.eval.tasks else None
-        self._trackers = Trackers(config, workdir, logs.path, first_step)
+        self._trackers = Trackers(config, run.workdir, logs.path, first_step)
         self._bar = None
         if sys.stdout.isatty():
             columns = (TextColumn("step"), MofNCompleteColumn(), BarColumn(), TimeRemainingColumn())

@@ -1,62 +1,34 @@
-"""A run, and its sessions: what is between a start, or a roll-back, and the next.
+"""A session of a run: what is between a start, or a roll-back, and the next.
 
-A session begins with the state of the newest whole checkpoint, opens the logs, and has the step compiled.
+It begins with the state of the newest whole checkpoint, opens the logs, and has the step compiled.
 """
 
 import contextlib
-import dataclasses
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import jax
-import ml_collections
-from etils import epath
-from jax.sharding import Mesh
 
 from refusion_jax.batch.rows import Rows
 from refusion_jax.checkpoints.manager import Checkpoints
 from refusion_jax.cli.errors import UserError
 from refusion_jax.config.run_config import claim
-from refusion_jax.data.interface import RowSource, Tokenizer
 from refusion_jax.data.loader import epochs, global_batches
 from refusion_jax.distributed import sharding
 from refusion_jax.distributed.compiled_code import keep_compiled
-from refusion_jax.distributed.preemption import Preemption, PreemptionRequested
+from refusion_jax.distributed.preemption import PreemptionRequested
 from refusion_jax.distributed.processes import check_same
 from refusion_jax.distributed.profiling import Profile
 from refusion_jax.distributed.storage import LogDirectory
 from refusion_jax.distributed.watchdog import Watchdog
 from refusion_jax.distributed.xla_options import versions
-from refusion_jax.model.shape import ModelConfig
 from refusion_jax.training import events, recovery
-from refusion_jax.training.loop import Hooks, Now, RollBack
+from refusion_jax.training.loop import Hooks, Now, Run
 from refusion_jax.training.metrics import MetricsWriter
-from refusion_jax.training.program import Program, split
+from refusion_jax.training.program import split
 from refusion_jax.training.recovery import Health, SkippedBatches
 from refusion_jax.training.train_step import wide_to_int
-
-
-@dataclasses.dataclass
-class Run:
-    """All that is made once, however often the run is rolled back."""
-
-    config: ml_collections.ConfigDict
-    workdir: epath.Path
-    mesh: Mesh
-    tokenizer: Tokenizer
-    rows: RowSource
-    shape: ModelConfig
-    program: Program
-    held_out: Callable | None  # from make_held_out
-    tasks: Callable | None  # a TaskScores
-    preemption: Preemption
-    changed: list[str]  # of the config since the session before, see `check_same_run`
-    may_change_data: bool = False
-    initial_weights: dict | None = None  # those that the run was given, until they are used
-    check_lock: Callable[[], None] = lambda: None  # UserError where somebody else has taken the directory over
-    compiled_step: Callable | None = None
-    failure: RollBack | None = None  # why the session before was rolled back
 
 
 class Session:
@@ -113,10 +85,7 @@ class Session:
                 self.events.write("passed_over", step=step, why=why)
             self.events.write("restore", seconds=self._restore_seconds)
             self.events.write("init", seconds=max(0.0, age - self._restore_seconds))
-            tokens, flops = wide_to_int(self.state.tokens), config.batch_size * run.program.flops_per_row
-            self.metrics = MetricsWriter(
-                config, workdir, self.directory, self.first_step, tokens, flops, run.mesh.devices
-            )
+            self.metrics = MetricsWriter(run, self.directory, self.first_step, wide_to_int(self.state.tokens))
             stack.callback(self.metrics.close)
             self.clock = events.StepClock(self.events, self.first_step)
             if run.compiled_step is None:
