@@ -9,7 +9,6 @@ import signal
 import threading
 import time
 import types
-import urllib.error
 import urllib.request
 from pathlib import Path
 
@@ -103,5 +102,5 @@ def _ask(server: str, key: str) -> str | None:
         request = urllib.request.Request(url, headers={"Metadata-Flavor": "Google"})
         with urllib.request.urlopen(request, timeout=POLL_SECONDS) as answer:
             return answer.read().decode().strip()
-    except (OSError, urllib.error.URLError):
+    except OSError:
         return None

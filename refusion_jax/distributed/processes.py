@@ -28,6 +28,7 @@ from jax.experimental import multihost_utils
 from refusion_jax.cli import command
 from refusion_jax.cli.errors import Failure, UserError
 from refusion_jax.distributed.preemption import EXIT_CODE
+from refusion_jax.distributed.storage import write_file
 
 _VARIABLES = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
 _JAX_GIVES_UP = re.compile(rb"[WEF]\d{4} .*(coordination_service|preemption_sync|JAX distributed service detected)")
@@ -207,11 +208,9 @@ def check_shared(workdir: epath.Path) -> None:
     if jax.process_count() == 1:
         return
     made = [path for path in (workdir, *workdir.parents) if not path.exists()]
-    mark = workdir / f".shared.{int(multihost_utils.broadcast_one_to_all(np.int32(os.getpid())))}"
     if jax.process_index() == 0:
-        mark.parent.mkdir(parents=True, exist_ok=True)
-        mark.write_text("")
-    multihost_utils.sync_global_devices("marked")
+        write_file(workdir / f".shared.{os.getpid()}", "")
+    mark = workdir / f".shared.{int(multihost_utils.broadcast_one_to_all(np.int32(os.getpid())))}"  # written by then
     is_shared = all_agree(mark.exists())
     if jax.process_index() == 0:
         mark.unlink()

@@ -50,10 +50,8 @@ def make_mesh(shape: Mapping[str, int], devices: list[jax.Device] | None = None)
     """
     devices = jax.devices() if devices is None else devices
     shape = dict.fromkeys(MESH_AXES, 1) | dict(shape)
-    sizes = dict(shape)
-    known = math.prod(size for size in sizes.values() if size != -1)
-    if -1 in sizes.values():
-        sizes = {axis: len(devices) // known if size == -1 else size for axis, size in sizes.items()}
+    known = math.prod(size for size in shape.values() if size != -1)
+    sizes = {axis: len(devices) // known if size == -1 else size for axis, size in shape.items()}
     if math.prod(sizes.values()) != len(devices):
         asked = ", ".join(f"mesh.{axis}={size}" for axis, size in shape.items() if size != 1)
         raise UserError(

@@ -35,13 +35,10 @@ def abstract_transformer(
     )
     graphdef, params = nnx.split(model)
 
-    def place(x: jax.ShapeDtypeStruct | Int8Array, axes: tuple[str, ...]) -> jax.ShapeDtypeStruct | Int8Array:
-        if not is_int8(x):
-            return split(x, axes, dtype)
-        of_scale = [axis if size > 1 else None for size, axis in zip(x.scale.shape, axes, strict=True)]
-        return Int8Array(split(x.values, axes, jnp.int8), split(x.scale, of_scale, jnp.float32))
-
-    def split(x: jax.ShapeDtypeStruct, axes: Sequence[str | None], dtype: DTypeLike) -> jax.ShapeDtypeStruct:
+    def place(x: Any, axes: Sequence[str | None], dtype: DTypeLike = dtype) -> Any:
+        if is_int8(x):
+            of_scale = [axis if size > 1 else None for size, axis in zip(x.scale.shape, axes, strict=True)]
+            return Int8Array(place(x.values, axes, jnp.int8), place(x.scale, of_scale, jnp.float32))
         for size, axis in zip(x.shape, axes, strict=True):
             if size % shard_count(mesh, axis):
                 name = mesh_axes(axis)[0]
