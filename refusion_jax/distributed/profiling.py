@@ -16,7 +16,6 @@ class Profile:
         self._is_tracing = False
 
     def before(self, step: int) -> None:
-        """Begins to trace, where a step is the first of the window that this session takes."""
         if self._first <= step <= self._last and not self._is_tracing and jax.process_index() == 0:
             jax.profiler.start_trace(str(self._directory))
             self._is_tracing = True
@@ -28,7 +27,6 @@ class Profile:
             self.stop()
 
     def stop(self) -> None:
-        """Writes the trace so far, if there is one."""
         if self._is_tracing:
             jax.profiler.stop_trace()
             self._is_tracing = False

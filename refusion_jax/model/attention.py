@@ -73,11 +73,8 @@ def cached_attention(
 
     Only the scores are: concatenating the keys and values themselves would copy the cache in every layer.
 
-    Args:
-      q, k, v, mask: of new tokens, as for `attention`; keys and values may be in int8, with a scale for every token and
-        head.
-      cached_k, cached_v: of the tokens before them, heads before tokens: their products read them as they lie.
-      is_cached: the cached entries that count; every query sees them.
+    Keys and values may be in int8, with a scale for every token and head. Cached ones have heads before tokens: their
+    products read them as they lie. Every query sees those that `is_cached` says.
     """
     k, v = _heads_first(k), _heads_first(v)
     old, new = _scores(q, cached_k, is_cached[:, None]), _scores(q, k, mask)

@@ -96,8 +96,7 @@ def mixture(
       x: split over the mesh as "batch", "length", None.
       weights: of one layer: router [D, E] and, if it has one, expert_bias [E], both float32, gate_proj and up_proj
         [E, D, F], down_proj [E, F, D].
-      router: how tokens choose.
-      activation: of the gate.
+      router, activation: how tokens choose, and what is applied to the gate.
       is_real: tokens that count for the load; None: it is not wanted.
     """
 

@@ -33,14 +33,9 @@ def load_params(
 ) -> dict[str, Any]:
     """Reads all weights, tensor by tensor, straight into (sharded) arrays: the host holds one tensor besides them.
 
-    Args:
-      path, releases: as for `huggingface_config.read_config`.
-      target: shapes, dtypes and shardings of our weights; rows that their embedding lacks become zeros.
-      progress: called after each part of a weight.
-
-    Raises:
-      UserError: as `Tensors`; where a tensor would be left over; and where a weight is infinite or not a number, in the
-        file or in the target's dtype.
+    The target has shapes, dtypes and shardings of our weights; rows that their embedding lacks become zeros. `progress`
+    is called after each part of a weight. UserError as of `Tensors`, where a tensor would be left over, and where a
+    weight is infinite or not a number, in the file or in the target's dtype.
     """
     tensors, weights = _open(path, target, releases)
 

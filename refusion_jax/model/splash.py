@@ -54,13 +54,10 @@ def splash_attention(
     visibility: Visibility,
     interpret: bool = False,
 ) -> Float[Array, "B T N H"]:
-    """`packed_attention` by the splash kernel, on every chip's own rows, heads and part of the rows.
+    """`packed_attention` by the splash kernel, where visibility has a pattern, on every chip's own rows and heads.
 
-    Where rows are split over the mesh, each chip attends from its part of the queries to the keys of whole rows.
-
-    Args:
-      q, k, v, visibility: as for `packed_attention`, with a pattern; T a multiple of 128 x the mesh's sequence axis.
-      interpret: emulate the kernel on another platform, for tests.
+    Where rows are split over the mesh, each chip attends from its part of the queries to the keys of whole rows. T is a
+    multiple of 128 x the mesh's sequence axis. `interpret` emulates the kernel on another platform, for tests.
     """
     parts, heads, shards = (sharding.shard_count_here(axis) for axis in ("length", "heads", "batch"))
     kernel, tiles = _kernel(visibility.pattern, q.shape[1], q.shape[2] // heads, parts, len(q) // shards, interpret)

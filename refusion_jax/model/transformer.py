@@ -223,10 +223,8 @@ class Transformer(nnx.Module):
     ) -> tuple[Float[Array, "B T D"], Any, Load | None]:
         """Runs the layers: (what the final norm reads, what was kept, stacked over layers, the load summed over them).
 
-        Args:
-          x, positions: what the first one reads, of each token.
-          attend: (q, k, v, number of the layer) -> ([B, T, N, H], what to keep of this layer).
-          is_real: [B, T] bool, tokens that count for the load of experts; None: it is not wanted.
+        `attend` is (q, k, v, number of the layer) -> ([B, T, N, H], what to keep of this layer). `is_real`, [B, T]
+        bool, are the tokens that count for the load of experts; None: it is not wanted.
         """
         c = self.config
         size = int(c.head_dim * c.partial_rotary_factor)

@@ -62,7 +62,6 @@ class EventLog:
         self.write(event, seconds=round(time.monotonic() - began, 4), **values)
 
     def close(self) -> None:
-        """Flushes and closes the file."""
         if self._file:
             self._file.close()
 

@@ -45,7 +45,6 @@ class RunUnderTest:
         self._heard_from = 0
 
     def start(self) -> None:
-        """Starts all its processes."""
         self._heard_from = self._log.stat().st_size if self._log.exists() else 0
         self.processes = [self._launch(index) for index in range(self.hosts)]
 
@@ -86,7 +85,6 @@ class RunUnderTest:
         return 0
 
     def is_running(self) -> bool:
-        """Whether all its processes run."""
         return bool(self.processes) and all(process.poll() is None for process in self.processes)
 
     def until(self, happened: Callable[[], Any]) -> bool:

@@ -73,7 +73,6 @@ class Hooks:
         self._hooks.append((steps, hook, when_preempted))
 
     def __call__(self, now: Now) -> None:
-        """Calls the hooks that are due."""
         for steps, hook, when_preempted in self._hooks:
             if now.step % steps == 0 or now.is_end or (now.is_preempted and when_preempted):
                 hook(now)

@@ -103,7 +103,6 @@ class Session:
         return self.skipped.batch_of(step) * self._run.config.batch_size
 
     def batches(self) -> Iterator[Rows]:
-        """The batches from the session's first step to the last of the run."""
         config = self._run.config
         return global_batches(
             self._run.rows,

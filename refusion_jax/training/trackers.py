@@ -76,12 +76,10 @@ class Trackers:
         self._all = [_OnThread(name, functools.partial(_TRACKERS[name], session)) for name in names]
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
-        """Adds one point to the curve of each metric."""
         for tracker in self._all:
             tracker.call(lambda it: it.log(step, metrics))
 
     def text(self, step: int, title: str, markdown: str) -> None:
-        """Shows a text."""
         for tracker in self._all:
             tracker.call(lambda it: it.text(step, title, markdown))
 
@@ -138,7 +136,6 @@ class _OnThread:
         self._thread.start()
 
     def call(self, what: Callable[[Tracker], Any]) -> None:
-        """Queues a call of the tracker."""
         if self._calls.qsize() < _MOST:
             self._calls.put(what)
         elif self._thread.is_alive():
@@ -150,7 +147,6 @@ class _OnThread:
         self._calls.put(None)
 
     def wait(self, seconds: float) -> None:
-        """Waits for the end, but no longer than some seconds."""
         self._thread.join(max(seconds, 0.0))
         if self._thread.is_alive():
             self._warn(f"has not finished within {_FINISH_SECONDS:g} s, and may miss records")

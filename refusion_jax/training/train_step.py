@@ -139,8 +139,7 @@ def make_train_step(
 
     Args:
       graphdef: of the transformer; the state carries its weights.
-      objective, optimizer, seed: of the run.
-      schedule: learning rate by step, for the metrics.
+      objective, optimizer, seed, schedule: of the run; the schedule is for the metrics alone.
       accumulation: A; the step runs A forwards and backwards over B/A rows each.
       spike: a loss above this multiple of its running mean is a spike; 0: never.
       debug_nans: adds `finite` to the metrics, whether each weight, gradient and update is finite.
