@@ -10,6 +10,7 @@ along. `generate` reads both kinds of directory as they are, and adapters that `
 adapters of a run. What is exported of a run has a model card, README.md, which says how transformers decodes it.
 """
 
+import functools
 import math
 
 import jax
@@ -31,7 +32,7 @@ from refusion_jax.checkpoints.weights import save_params
 from refusion_jax.cli import command, flag_values
 from refusion_jax.cli.errors import UserError
 from refusion_jax.cli.paths import is_remote
-from refusion_jax.cli.progress import progress
+from refusion_jax.cli.progress import track
 from refusion_jax.config.model_card import model_card
 from refusion_jax.distributed import sharding
 from refusion_jax.distributed.storage import read_file, remove, write_file
@@ -72,9 +73,7 @@ def to_orbax(source: epath.Path, target: epath.Path, dtype: str, mask_token_id: 
     if config.mask_token_id < 0:
         raise UserError(f"{source}/config.json has no mask_token_id; name one with --mask_token_id")
     _, params = abstract_transformer(config, dtype, mesh_over_all(config.hidden_size))
-    with progress() as bar:
-        task = bar.add_task("reading", total=huggingface.count_parts(params, config))
-        params = huggingface.load_params(source, params, lambda: bar.advance(task), releases())
+    params = huggingface.load_params(source, params, releases(), functools.partial(track, what="reading"))
     save_params(target, params)
     write_model_config(target, config, find_objective(source))
 

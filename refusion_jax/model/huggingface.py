@@ -3,7 +3,7 @@
 import functools
 import json
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
@@ -28,29 +28,37 @@ SHARD_BYTES = 4 << 30  # of the shards we write
 def load_params(
     path: epath.Path,
     target: dict[str, Any],
-    progress: Callable[[], None] = lambda: None,
     releases: Releases = NONE,
+    listed: Callable[[list], Iterable] = iter,
 ) -> dict[str, Any]:
     """Reads all weights, tensor by tensor, straight into (sharded) arrays: the host holds one tensor besides them.
 
-    The target has shapes, dtypes and shardings of our weights; rows that their embedding lacks become zeros. `progress`
-    is called after each part of a weight. UserError as of `Tensors`, where a tensor would be left over, and where a
-    weight is infinite or not a number, in the file or in the target's dtype.
+    The target has shapes, dtypes and shardings of our weights; rows that their embedding lacks become zeros. `listed`
+    is handed the list of all parts of weights, and gives one after the other. UserError as of `Tensors`, where a tensor
+    would be left over, and where a weight is infinite or not a number, in the file or in the target's dtype.
     """
     tensors, weights = _open(path, target, releases)
 
-    def read(part: Part, target: jax.ShapeDtypeStruct) -> jax.Array:
-        placed = _place(part.ours(tensors.read(part.tensor, part.whole)), target)
+    def read(part: Part, goal: jax.ShapeDtypeStruct) -> jax.Array:
+        axes = len(part.index)
+        place = jax.NamedSharding(goal.sharding.mesh, jax.sharding.PartitionSpec(*goal.sharding.spec[axes:]))
+        own = jax.ShapeDtypeStruct(goal.shape[axes:], goal.dtype, sharding=place)
+        placed = _place(part.ours(tensors.read(part.tensor, part.whole)), own)
         if not _is_finite(placed):
             where = tensors.place_of(part.tensor)
-            raise UserError(f"{where}: {part.tensor} holds values that are not finite as {target.dtype}")
-        progress()
+            raise UserError(f"{where}: {part.tensor} holds values that are not finite as {goal.dtype}")
         return placed
 
     params: dict[str, Any] = {}
-    for (*stack, name), parts in weights.items():
-        goals, own = (target[stack[0]], params.setdefault(stack[0], {})) if stack else (target, params)
-        own[name] = _stacked(parts, goals[name], read) if stack else read(parts[0], goals[name])
+    for (*stack, name), part in listed([(weight, part) for weight, parts in weights.items() for part in parts]):
+        goal, own = (target[stack[0]], params.setdefault(stack[0], {})) if stack else (target, params)
+        if not stack:
+            own[name] = read(part, goal[name])
+            continue
+        if name not in own:
+            zeros = functools.partial(jnp.zeros, goal[name].shape, goal[name].dtype)
+            own[name] = jax.jit(zeros, out_shardings=goal[name].sharding)()
+        own[name] = _put(own[name], read(part, goal[name]), part.index)
     return params
 
 
@@ -79,17 +87,6 @@ def open_params(
         return np.pad(found[0], [(0, missing)] + [(0, 0)] * (len(shape) - 1))[part] if missing else found[0][part]
 
     return read
-
-
-def _stacked(parts: list[Part], goal: jax.ShapeDtypeStruct, read: Callable) -> jax.Array:
-    """A weight of all layers, filled part by part."""
-    axes = len(parts[0].index)
-    place = jax.NamedSharding(goal.sharding.mesh, jax.sharding.PartitionSpec(*goal.sharding.spec[axes:]))
-    part_goal = jax.ShapeDtypeStruct(goal.shape[axes:], goal.dtype, sharding=place)
-    stacked = jax.jit(functools.partial(jnp.zeros, goal.shape, goal.dtype), out_shardings=goal.sharding)()
-    for part in parts:
-        stacked = _put(stacked, read(part, part_goal), part.index)
-    return stacked
 
 
 def _open(path: epath.Path, target: dict[str, Any], releases: Releases) -> tuple[Tensors, dict[tuple, list[Part]]]:
@@ -124,11 +121,6 @@ def _is_finite(tensor: jax.Array) -> jax.Array:
 def _put(stacked: jax.Array, layer: jax.Array, index: tuple[int, ...]) -> jax.Array:
     layer = layer.reshape((1,) * len(index) + layer.shape)
     return jax.lax.dynamic_update_slice(stacked, layer, (*index, *(0,) * (layer.ndim - len(index))))
-
-
-def count_parts(target: dict[str, Any], config: ModelConfig) -> int:
-    """How often `load_params` calls `progress` for a target."""
-    return sum(len(parts) for _, parts in layout(target, config.family, {}, config.vocab_size))
 
 
 def read_dtype(path: epath.Path) -> str:
