@@ -17,10 +17,6 @@ from refusion_jax.model.shape import OPTIONAL, ModelConfig, RareFields, to_model
 
 _SECTION = "refusion_jax"  # of a config.json that we write: what transformers has no words for
 _OURS = ("shifted", "block_size")  # of ModelConfig
-_COPIED = (  # of config.json into ModelConfig and back
-    *("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim"),
-    *("intermediate_size", "rms_norm_eps", "tie_word_embeddings", "max_position_embeddings"),
-)
 _ADDED = 1024  # tokens that a tokenizer may have besides those that the model has rows for
 _FULL, _LOCAL = "full_attention", "sliding_attention"
 _LLAMA3 = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")  # of ModelConfig
@@ -81,6 +77,7 @@ class Config(RareFields):
 
 
 _FIELDS = frozenset(field.name for field in dataclasses.fields(Config))
+_SHARED = [field.name for field in dataclasses.fields(ModelConfig) if field.name in _FIELDS]
 
 
 def is_huggingface(path: epath.Path) -> bool:
@@ -101,7 +98,7 @@ def read_model_config(
     """
     file, given = path / "config.json", read_config(path, releases)
     theta, scaling, local = _rope(file, given)
-    shape = {name: getattr(given, name) for name in (*_COPIED, *OPTIONAL)}
+    shape = {name: getattr(given, name) for name in _SHARED}
     if local:  # attention to all of so many tokens is attention in a window
         if not given.sliding_window:
             raise UserError(f"{file}: sliding_window is missing, to which local layers attend")
@@ -121,7 +118,7 @@ def read_model_config(
         shape["vocab_size"] = -(-tokenizer.size // 128) * 128
     if not -1 <= mask < shape["vocab_size"]:
         raise UserError(f"mask_token_id={mask} is no row of the embedding; {path} has {shape['vocab_size']}")
-    ids = {name: _first(getattr(given, name)) for name in ("pad_token_id", "bos_token_id", "eos_token_id")}
+    ids = {f"{kind}_token_id": _first(getattr(given, f"{kind}_token_id")) for kind in ("pad", "bos", "eos")}
     if tokenizer and isinstance(given.eos_token_id, list) and tokenizer.eos_id in given.eos_token_id:
         ids["eos_token_id"] = tokenizer.eos_id  # Llama 3's first one ends a document, and the tokenizer's a turn
     if ids["pad_token_id"] == ids["eos_token_id"]:
@@ -279,8 +276,7 @@ def describe(c: ModelConfig, dtype: str, objective: str | None = None) -> dict[s
         "initializer_range": 0.02,
         "use_cache": True,
         "torch_dtype": dtype,
-        **{key: getattr(c, key) for key in (*_COPIED, *(key for key in OPTIONAL if key in family.defaults))},
-        "rope_theta": c.rope_theta,
+        **{key: getattr(c, key) for key in _SHARED if key not in OPTIONAL or key in family.defaults},
         "rope_scaling": scaling,
         **local,
         **{name: None if token < 0 else token for name, token in token_ids.items()},  # some families have defaults
