@@ -30,8 +30,7 @@ from refusion_jax.data.prepared import PreparedRows
 from refusion_jax.data.tokenizer import MASK_PIECE
 from refusion_jax.distributed.storage import write_file
 from refusion_jax.training import data_page
-from refusion_jax.training.inspection import corrupted, show_row, training_batch, verify
-from refusion_jax.training.row_page import BEGINNING, row_page
+from refusion_jax.training.inspection import BEGINNING, corrupted, row_page, show_row, training_batch, verify
 
 _CONFIG = command.define_config("Config file of the training, such as configs/quickstart.py")
 _WORKDIR = flags.DEFINE_string(

@@ -21,9 +21,8 @@ from refusion_jax.config.run_config import read_config
 from refusion_jax.data.prepared import PreparedRows
 from refusion_jax.distributed.sharding import make_mesh
 from refusion_jax.training import data_page
-from refusion_jax.training.inspection import corrupted, show_row, training_batch
+from refusion_jax.training.inspection import BEGINNING, corrupted, row_page, show_row, training_batch
 from refusion_jax.training.program import train_program
-from refusion_jax.training.row_page import BEGINNING, row_page
 
 DATA = re.compile('<script type="application/json" id="data">(.*?)</script>')
 HOSTILE = "</script><img src=x onerror=alert(1)>"
