@@ -101,8 +101,7 @@ def strike(run: RunUnderTest, kind: str, chance: random.Random, steps: int, ever
         record["what"] = FAULTS[kind](run, chance) if run.is_running() else "the run was complete before"
         record["ok"] = True
         if not run.is_running():
-            if run.processes:
-                run.wait()
+            run.wait()
             run.start()
         if run.processes is not before:
             run.until(lambda: len(sessions(run)) > sessions_before and run.step() >= record["step"])

@@ -200,7 +200,7 @@ def session(run: Run, start_over: bool) -> str:
         say(f"trained to step {config.steps}; the run is in {run.workdir}")
     else:
         say(f"interrupted: saved step {step} of {config.steps}; start it again to resume")
-    say(events.summary(run.workdir))
+    say(events.describe(events.account(events.read_events(run.workdir))))
     return outcome
 
 

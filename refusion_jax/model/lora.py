@@ -35,18 +35,15 @@ class Lora:
     def names(self) -> list[str]:
         return [name for name in INPUTS if re.fullmatch(self.targets, name)]
 
-    def is_trained(self, name: str) -> bool:
-        """Whether a weight is trained: an adapter, or one that `full` names."""
-        return name[-2:] in ("_a", "_b") or bool(re.fullmatch(self.full, name))
-
     def split(self, tree: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-        """(those that are trained, the frozen ones) of a tree by names of weights."""
+        """(what is trained: adapters, and what `full` names; what is frozen) of a tree by names of weights."""
         trained, frozen = {}, {}
         for name, value in tree.items():
             if isinstance(value, dict):
                 trained[name], frozen[name] = self.split(value)
             else:
-                (trained if self.is_trained(name) else frozen)[name] = value
+                is_trained = name[-2:] in ("_a", "_b") or re.fullmatch(self.full, name)
+                (trained if is_trained else frozen)[name] = value
         return trained, frozen
 
     def without_adapters(self, tree: dict[str, Any]) -> dict[str, Any]:

@@ -123,7 +123,11 @@ def of_documents(kernel: Kernel, q_segments: Int32[Array, "B S"], k_segments: In
             turn = _flip(_pass(_flip(info), shared.swapaxes(1, 2)))
         else:
             turn = _pass(info, shared)
-        return turn._replace(q_sequence=_in_all_rows(info.q_sequence, k_segments))
+        places = info.q_sequence  # of the queries of a row; all rows stand one after the other
+        if places is not None:
+            rows, length = k_segments.shape
+            places = (places[None] + length * jnp.arange(rows)[:, None]).ravel()
+        return turn._replace(q_sequence=places)
 
     return Kernel(
         skipping(kernel.fwd_mask_info, sizes.block_q, sizes.block_kv, over_queries=False),
@@ -168,14 +172,6 @@ def _flip(info: MaskInfo) -> MaskInfo:
     """The tables with keys and queries exchanged."""
     data_next, mask_next, block_mask = (None if x is None else x.swapaxes(1, 2) for x in info[:3])
     return info._replace(data_next=data_next, mask_next=mask_next, block_mask=block_mask)
-
-
-def _in_all_rows(places: Int32[Array, " S"] | None, segments: Int32[Array, "B T"]) -> Int32[Array, " B*S"] | None:
-    """Where the queries of each row stand when rows stand one after the other."""
-    if places is None:
-        return None
-    rows, length = segments.shape
-    return (places[None] + length * jnp.arange(rows)[:, None]).ravel()
 
 
 def _kernel(pattern: Pattern, length: int, heads: int, parts: int, rows: int, interpret: bool) -> tuple[Kernel, int]:

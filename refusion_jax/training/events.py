@@ -184,11 +184,6 @@ def account(events: Iterable[dict[str, Any]]) -> dict[str, float]:
     return {**spent, "total": total, "goodput": spent["step"] / total if total else 0.0, "sessions": len(sessions)}
 
 
-def summary(workdir: epath.Path) -> str:
-    """The goodput of a run as one line of text."""
-    return describe(account(read_events(workdir)))
-
-
 def describe(spent: dict[str, float]) -> str:
     """The result of `account` as one line of text."""
     minutes, seconds = divmod(round(spent["total"]), 60)
