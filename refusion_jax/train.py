@@ -36,12 +36,8 @@ from refusion_jax.config.keys import keys
 from refusion_jax.config.model import adopt_shape, adopt_steps, model_config
 from refusion_jax.config.run_config import check_same_run
 from refusion_jax.data.dataset import load_dataset
-from refusion_jax.distributed import sharding
-from refusion_jax.distributed.compiled_code import keep_compiled
-from refusion_jax.distributed.host_memory import keep_freed_memory
+from refusion_jax.distributed import compiled_code, host_memory, processes, sharding, xla_options
 from refusion_jax.distributed.preemption import EXIT_CODE, Preemption
-from refusion_jax.distributed.processes import all_agree, check_same, check_shared, together
-from refusion_jax.distributed.xla_options import version_mismatch
 from refusion_jax.evaluation.heldout import make_held_out
 from refusion_jax.model.shape import READ_ALIKE
 from refusion_jax.planning.fastest import faster_settings
@@ -89,13 +85,13 @@ def train(
     changed = check_same_run(workdir, config, allowed)
     check_free(workdir)
     steps = saved_steps(workdir)
-    check_same("the config, or the checkpoints in --workdir,", config.to_json(), str(steps))
-    if all_agree(is_complete(workdir, config.steps)):
+    processes.check_same("the config, or the checkpoints in --workdir,", config.to_json(), str(steps))
+    if processes.all_agree(is_complete(workdir, config.steps)):
         say(f"training is complete: {workdir} holds step {steps[-1]} of {config.steps}")
         return True
     mesh = sharding.make_mesh(config.mesh)
     check_mesh(config, mesh)
-    if mesh.devices.flat[0].platform == "tpu" and (mismatch := version_mismatch()):
+    if mesh.devices.flat[0].platform == "tpu" and (mismatch := xla_options.version_mismatch()):
         say(mismatch)
     if faster := faster_settings(config, [*mesh.devices.flat]):
         say(f"`plan` estimates steps that take less time with {faster}")
@@ -112,7 +108,7 @@ def train(
         f"vocabulary of {tokenizer.size}"
     )
     adopt_steps(config, len(rows))
-    check_same("what --config.data.path holds", rows.fingerprint(), *tokenizer.files.values())
+    processes.check_same("what --config.data.path holds", rows.fingerprint(), *tokenizer.files.values())
 
     # 3. The program: the jitted step, and where every array of the state lives.
     place = source or (workdir if config.init_from else None)
@@ -138,7 +134,7 @@ def train(
     run.initial_weights = program.given_weights(source)
 
     # 5. Train: one session, and one more for every time that bad numbers roll the run back.
-    check_shared(workdir)
+    processes.check_shared(workdir)
     with locked(workdir) as run.check_lock, jax.set_mesh(mesh):
         while (outcome := session(run, start_over)) == "rolled back":
             start_over = False
@@ -147,7 +143,7 @@ def train(
 
 def compile_into_cache(config: ml_collections.ConfigDict, workdir: epath.Path, program: Program, mesh: Mesh) -> None:
     """Compiles the step into the cache of compiled programs, for the next start."""
-    keep_compiled(workdir / "compilation_cache", config.compilation_cache)
+    compiled_code.keep_compiled(workdir / "compilation_cache", config.compilation_cache)
     if not (place := jax.config.jax_compilation_cache_dir):
         raise UserError("--compile_only: no compiled programs are kept here; --config.compilation_cache=shared does")
     began = time.monotonic()
@@ -215,8 +211,8 @@ def main() -> None:
         raise UserError("--config=configs/NAME.py and --workdir=DIR are needed; --help explains")
     if other := [key for key in _ALLOW.value if key.split(".")[0] not in CHANGEABLE]:
         raise UserError(f"--allow_change={other[0]}: cannot change in a run; what can: {', '.join(CHANGEABLE)}")
-    keep_freed_memory()
-    with together(_PEERS.value, _LOST.value):
+    host_memory.keep_freed_memory()
+    with processes.together(_PEERS.value, _LOST.value):
         if _PROFILE.value:
             jax.profiler.start_server(_PROFILE.value)
         is_done = train(_CONFIG.value, epath.Path(_WORKDIR.value), _START_OVER.value, _ALLOW.value, _COMPILE.value)

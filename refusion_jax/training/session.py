@@ -15,14 +15,8 @@ from refusion_jax.checkpoints.manager import Checkpoints
 from refusion_jax.cli.errors import UserError
 from refusion_jax.config.run_config import claim
 from refusion_jax.data.loader import epochs, global_batches
-from refusion_jax.distributed import sharding
-from refusion_jax.distributed.compiled_code import keep_compiled
+from refusion_jax.distributed import compiled_code, processes, profiling, sharding, storage, watchdog, xla_options
 from refusion_jax.distributed.preemption import PreemptionRequested
-from refusion_jax.distributed.processes import check_same
-from refusion_jax.distributed.profiling import Profile
-from refusion_jax.distributed.storage import LogDirectory
-from refusion_jax.distributed.watchdog import Watchdog
-from refusion_jax.distributed.xla_options import versions
 from refusion_jax.training import events, recovery
 from refusion_jax.training.loop import Hooks, Now, Run
 from refusion_jax.training.metrics import MetricsWriter
@@ -44,7 +38,7 @@ class Session:
         self._health = Health(config.guard.skips)
         self.checkpoints = Checkpoints(run.workdir, config.checkpoint.keep, config.checkpoint.failures)
         self.skipped = SkippedBatches(run.workdir)
-        check_same(f"{recovery.FILE} in --workdir", str(self.skipped.windows))
+        processes.check_same(f"{recovery.FILE} in --workdir", str(self.skipped.windows))
         self._data = {"rows": len(run.rows), "fingerprint": run.rows.fingerprint()}
         restored = self.checkpoints.restore(run.program.target, start_over)
         self._restore_seconds = time.monotonic() - self._began
@@ -69,14 +63,14 @@ class Session:
             stack.enter_context(self.checkpoints)
             if run.tasks:
                 run.tasks.check(self.state.weights)  # now that the state has taken its share of the memory
-            keep_compiled(workdir / "compilation_cache", config.compilation_cache)
+            compiled_code.keep_compiled(workdir / "compilation_cache", config.compilation_cache)
             claim(workdir, config, run.shape, run.tokenizer)
-            self.directory = LogDirectory(workdir)
+            self.directory = storage.LogDirectory(workdir)
             stack.callback(self.directory.close)
             self.events = events.EventLog(self.directory.fetch(events.FILE))
             stack.callback(self.events.close)
             age = time.monotonic() - self._began if run.failure else events.process_age()
-            self.events.write("start", ago=age, step=self.first_step, versions=versions())
+            self.events.write("start", ago=age, step=self.first_step, versions=xla_options.versions())
             if failure := run.failure:
                 self.events.write("rolled_back", from_step=failure.step, to_step=self.first_step, why=str(failure))
             for change in run.changed:
@@ -91,9 +85,9 @@ class Session:
             if run.compiled_step is None:
                 with self.pause("compile"):
                     run.compiled_step = run.program.compiled_step(self.state)
-            self.profile = Profile(config.profile_steps, self.directory.path / "tensorboard")
+            self.profile = profiling.Profile(config.profile_steps, self.directory.path / "tensorboard")
             stack.callback(self.profile.stop)
-            self.watchdog = Watchdog(config.guard.hang_minutes)
+            self.watchdog = watchdog.Watchdog(config.guard.hang_minutes)
             stack.callback(self.watchdog.close)
             run.preemption.training, run.failure = True, None
             yield
