@@ -51,14 +51,14 @@ def load_params(
 
     params: dict[str, Any] = {}
     for (*stack, name), part in listed([(weight, part) for weight, parts in weights.items() for part in parts]):
-        goal, own = (target[stack[0]], params.setdefault(stack[0], {})) if stack else (target, params)
+        goals, own = (target[stack[0]], params.setdefault(stack[0], {})) if stack else (target, params)
         if not stack:
-            own[name] = read(part, goal[name])
+            own[name] = read(part, goals[name])
             continue
         if name not in own:
-            zeros = functools.partial(jnp.zeros, goal[name].shape, goal[name].dtype)
-            own[name] = jax.jit(zeros, out_shardings=goal[name].sharding)()
-        own[name] = _put(own[name], read(part, goal[name]), part.index)
+            zeros = functools.partial(jnp.zeros, goals[name].shape, goals[name].dtype)
+            own[name] = jax.jit(zeros, out_shardings=goals[name].sharding)()
+        own[name] = _put(own[name], read(part, goals[name]), part.index)
     return params
 
 
