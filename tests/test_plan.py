@@ -13,7 +13,8 @@ from test_costs import LOOP
 
 from refusion_jax import UserError
 from refusion_jax.config import default_config
-from refusion_jax.distributed.chips import NAMES, find_chip, topology_of
+from refusion_jax.distributed.chips import find_chip
+from refusion_jax.distributed.topology import NAMES, topology_of
 from refusion_jax.distributed.xla_options import LIBTPU, version_mismatch
 from refusion_jax.planning.fastest import faster_settings
 from refusion_jax.planning.report import to_table

@@ -1,4 +1,4 @@
-"""What each TPU generation can do, how far published runs were from it, and what slices are called: the one place.
+"""What each TPU generation can do, and how far published runs were from it: the one place for these numbers.
 
 Of NVIDIA's chips only peaks and bandwidths are here, from their data sheets.
 
@@ -12,9 +12,9 @@ Everything is for one JAX device, which is a chip, but on TPU7x half of one.
 """
 
 import dataclasses
-import re
 
 from refusion_jax.cli.errors import UserError
+from refusion_jax.distributed.topology import NAMES
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,15 +74,6 @@ CHIPS = {
 }
 
 
-# The accelerator types under which Google Cloud rents slices. N counts TensorCores, of which a chip has two, or chips.
-# Of the shapes that chips can be arranged in, a name takes the default one, which is nearest to a cube
-# (docs.cloud.google.com/tpu/docs/types-topologies, and default_topologies of github.com/AI-Hypercomputer/xpk).
-NAMES = "v4-N, v5p-N, tpu7x-N (N cores: 8, 16, 32, 64, k*128), v5litepod-N, v6e-N (N chips: 1, 4, 8, 16, ..., 256)"
-
-_FLAT = {1: "1x1", 4: "2x2", 8: "2x4", 16: "4x4", 32: "4x8", 64: "8x8", 128: "8x16", 256: "16x16"}
-_BELOW_A_CUBE = {8: "2x2x1", 16: "2x2x2", 32: "2x2x4", 64: "2x4x4"}  # by TensorCores
-
-
 def find_chip(topology: str) -> Chip:
     """The chip of a topology such as "v5p:2x4x4"; UserError where the generation is unknown."""
     generation = topology.split(":")[0]
@@ -93,30 +84,6 @@ def find_chip(topology: str) -> Chip:
             f"types {NAMES}"
         )
     return CHIPS[generation]
-
-
-def topology_of(name: str) -> str:
-    """The topology, such as "v5p:2x4x4", of an accelerator type; any other name is returned as it is."""
-    found = re.fullmatch(r"(v4|v5p|tpu7x|v5litepod|v5e|v6e)-([1-9][0-9]{0,4})", name)
-    if not found:
-        return name
-    generation, count = found[1].replace("litepod", "e"), int(found[2])
-    if generation in ("v5e", "v6e"):
-        shape = _FLAT.get(count)
-    else:
-        shape = _BELOW_A_CUBE.get(count) if count % 128 else _of_cubes(count // 128)
-    return f"{generation}:{shape}" if shape else name
-
-
-def _of_cubes(cubes: int) -> str:
-    """The shape nearest to a cube of so many blocks of 4x4x4 chips, its shortest side first."""
-    shapes = (
-        (a, b, cubes // (a * b))
-        for a in range(1, cubes + 1)
-        for b in range(a, cubes // a + 1)
-        if cubes % (a * b) == 0 and b <= cubes // (a * b)
-    )
-    return "x".join(str(4 * side) for side in min(shapes, key=sum))
 
 
 # Dense bf16 FLOP/s and bytes/s of memory, by the beginning of jax.Device.device_kind.
