@@ -23,12 +23,12 @@ from lm_eval.api.model import LM
 from lm_eval.api.task import Task
 from lm_eval.tasks import TaskManager
 
+import refusion_jax
 from refusion_jax.cli.errors import UserError
 from refusion_jax.evaluation import sandbox
 from refusion_jax.evaluation.harness import EvaluatedModel, key_of
 
 PINNED = Path(__file__).parent / "tasks"
-_SEED = 1234  # for choosing few-shot examples; lm_eval's default
 
 
 @dataclasses.dataclass(frozen=True)
@@ -183,28 +183,30 @@ def check_requests(lm: EvaluatedModel, plan: Plan, tasks: Sequence[Task | Group]
     """
     _learn_settings(lm, tasks)
     rehearsal = _Rehearsal(lm)
-    for task in members(tasks):
-        if plan.num_fewshot is not None and task.config.num_fewshot != 0:
-            task.set_config("num_fewshot", plan.num_fewshot)
-        task.set_fewshot_seed(seed=_SEED)
     with _executing(tasks, plan, rehearsal=True):
         for some in tasks:
             try:
-                lm_eval.evaluate(
-                    rehearsal,
-                    _manager().load([some]),
-                    limit=plan.limit,
-                    bootstrap_iters=0,
-                    confirm_run_unsafe_code=plan.allow_code_execution,
-                    apply_chat_template=lm.chat,
-                    fewshot_as_multiturn=True,
-                )
+                _ask(rehearsal, plan, [some], lm.chat)
             except UserError:
                 raise
             except (Exception, SystemExit) as error:  # a task file is a program of its own
                 name = some.name if isinstance(some, Group) else some.config.task
                 raise UserError(f"{plan.flags}tasks={name}: it cannot be asked: {_reason(error)}") from error
     return key_of(rehearsal.asked)
+
+
+def _ask(lm: LM, plan: Plan, tasks: Sequence[Task | Group], chat: bool, bootstrap_iters: int = 0) -> dict[str, Any]:
+    """The results of lm_eval."""
+    return lm_eval.simple_evaluate(
+        model=lm,
+        tasks=list(tasks),
+        limit=plan.limit,
+        num_fewshot=plan.num_fewshot,
+        apply_chat_template=chat,
+        confirm_run_unsafe_code=plan.allow_code_execution,
+        task_manager=_manager(),
+        bootstrap_iters=bootstrap_iters,
+    )
 
 
 @functools.cache
@@ -231,19 +233,8 @@ def run_tasks(lm: EvaluatedModel, plan: Plan, tasks: Sequence[Task | Group]) -> 
     """The results of lm_eval, with `samples`, and the cost of decoding as `decoding`; UserError as `check_requests`."""
     _learn_settings(lm, tasks)
     lm.asked.clear()
-    packages = {package: _version(package) for package in ("lm_eval", "datasets", "jax", "refusion-jax")}
     with _executing(tasks, plan):
-        results = lm_eval.simple_evaluate(
-            model=lm,
-            tasks=list(tasks),
-            limit=plan.limit,
-            num_fewshot=plan.num_fewshot,
-            apply_chat_template=lm.chat,
-            confirm_run_unsafe_code=plan.allow_code_execution,
-            task_manager=_manager(),
-            bootstrap_iters=1000,
-            fewshot_random_seed=_SEED,
-        )
+        results = _ask(lm, plan, tasks, lm.chat, bootstrap_iters=1000)
     for name, samples in results["samples"].items():
         for sample in samples:
             sample["decoding"] = [
@@ -259,14 +250,8 @@ def run_tasks(lm: EvaluatedModel, plan: Plan, tasks: Sequence[Task | Group]) -> 
     results["settings"] = {
         name: how | (dataclasses.asdict(some[0].settings) if some else {}) for name, some in asked.items()
     }
-    return results | {"packages": packages}
-
-
-def _version(package: str) -> str | None:
-    """The version of a package; None for a checkout of ours that is not installed."""
-    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-        return importlib.metadata.version(package)
-    return None
+    versions = {package: importlib.metadata.version(package) for package in ("lm_eval", "datasets", "jax")}
+    return results | {"packages": versions | {"refusion-jax": refusion_jax.__version__}}
 
 
 def summarize(keys: list[str], lm: EvaluatedModel) -> dict[str, Any]:
