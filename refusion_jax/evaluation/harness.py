@@ -8,7 +8,7 @@ import collections
 import dataclasses
 import hashlib
 import json
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -51,60 +51,41 @@ class Sample:
     is_cut: bool  # whether the beginning of the prompt was cut off
 
 
+@dataclasses.dataclass(eq=False, repr=False)
 class EvaluatedModel(TemplateLM):
     """A model with its tokenizer and decode settings, as lm_eval uses it."""
 
-    def __init__(
-        self,
-        model: Transformer,
-        tokenizer: Tokenizer,
-        *,
-        name: str,
-        method: str,
-        flags: dict[str, Any],
-        fingerprint: str = "",
-        journal: Journal | None = None,
-        chat: bool = False,
-        thinking: bool | None = None,
-        scoring: dict[str, Any] | None = None,
-        alive: Callable[[], None] = lambda: None,
-        played: int = 0,
-    ):
-        """Wraps a model.
+    model: Transformer  # from `load_model`
+    tokenizer: Tokenizer
+    _: dataclasses.KW_ONLY
+    name: str  # where the model came from
+    method: str  # name of the decoder
+    flags: dict[str, Any]  # decode settings from the command line; they override those of tasks and requests
+    fingerprint: str = ""  # changes with the weights, since a journal may hold answers of other ones
+    journal: Journal | None = None  # of all answers; None: they are kept in memory only
+    chat: bool = False  # whether prompts are rendered by the tokenizer's chat template
+    thinking: bool | None = None  # `enable_thinking` of the chat template; None: as in training
+    scoring: dict[str, Any] | None = None  # slot_size, order, draws and seed of `likelihoods`, where not the defaults
+    alive: Callable[[], None] = lambda: None  # called after every answer
+    played: int = 0  # problems of each task, from the first, whose answers are kept forward by forward, for a page
 
-        Args:
-          model: from `load_model`.
-          tokenizer: of the model.
-          name: where the model came from.
-          method: name of the decoder.
-          flags: decode settings from the command line; they override those of tasks and requests.
-          fingerprint: changes with the weights, since a journal may hold answers of other ones.
-          journal: of all answers; None: they are kept in memory only.
-          chat: whether prompts are rendered by the tokenizer's chat template.
-          thinking: `enable_thinking` of the chat template; None: as in training.
-          scoring: slot_size, order, draws and seed of `likelihoods`, where they differ from the defaults.
-          alive: called after every answer.
-          played: problems of each task, from the first, whose answers are kept forward by forward, for a page.
-        """
+    def __post_init__(self):
         super().__init__()
-        self.model, self.name, self._method, self._flags = model, name, method, flags
-        self._tokenizer, self.chat = tokenizer, chat
-        self.thinking = tokenizer.thinking if thinking is None else thinking
-        self._scoring, self._alive, self._played = scoring or {}, alive, played
-        self._room = model.config.max_position_embeddings
-        self._identity = [name, fingerprint, tokenizer_hash(tokenizer)]
-        self._journal = journal
-        self.known: dict[str, dict[str, Any]] = journal.records if journal else {}
+        self.thinking = self.tokenizer.thinking if self.thinking is None else self.thinking
+        self.scoring = self.scoring or {}
+        self._room = self.model.config.max_position_embeddings
+        self._identity = [self.name, self.fingerprint, tokenizer_hash(self.tokenizer)]
+        self.known: dict[str, dict[str, Any]] = self.journal.records if self.journal else {}
         self.known_before = set(self.known)
         self.task_settings: dict[str, dict[str, Any]] = {}  # by task; from the metadata of its file
         # Samples that were asked for, by task and number of the problem.
         self.asked: dict[str, dict[int, list[Sample]]] = collections.defaultdict(lambda: collections.defaultdict(list))
 
     def _keep(self, key: str, record: dict[str, Any]) -> None:
-        if self._journal:
-            self._journal.add(key, record)
+        if self.journal:
+            self.journal.add(key, record)
         self.known[key] = record
-        self._alive()
+        self.alive()
 
     # Tokens and chats.
 
@@ -115,7 +96,7 @@ class EvaluatedModel(TemplateLM):
     @property
     def prefix_token_id(self) -> int:
         """Id of the token before a text without context."""
-        known = (self._tokenizer.bos_id, self.model.config.bos_token_id, self.eot_token_id)
+        known = (self.tokenizer.bos_id, self.model.config.bos_token_id, self.eot_token_id)
         return next(begin for begin in known if begin >= 0)
 
     @property
@@ -130,9 +111,9 @@ class EvaluatedModel(TemplateLM):
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: object) -> list[int]:
         """Token ids as the model was trained on them: with its BOS token, if any, or as a chat."""
         if self.chat and add_special_tokens is not False:
-            return self._tokenizer.encode_chat([string])[0]
-        ids = self._tokenizer.encode([string])[0]
-        begin = self._tokenizer.bos_id  # a model's config may name one that its tokenizer never writes
+            return self.tokenizer.encode_chat([string])[0]
+        ids = self.tokenizer.encode([string])[0]
+        begin = self.tokenizer.bos_id  # a model's config may name one that its tokenizer never writes
         return ids if add_special_tokens is False or begin < 0 else [begin, *ids]
 
     def chat_template(self, chat_template: bool | str = False) -> str:
@@ -140,10 +121,10 @@ class EvaluatedModel(TemplateLM):
 
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
         """Renders turns; without `add_generation_prompt` the last turn is the beginning of the answer."""
-        return self._tokenizer.render_chat(chat_history, self.thinking, answer_begun=not add_generation_prompt)
+        return self.tokenizer.render_chat(chat_history, self.thinking, answer_begun=not add_generation_prompt)
 
     def get_model_info(self) -> dict[str, Any]:
-        return {"checkpoint": self.name, "fingerprint": self._identity[1], "scoring": self._scoring}
+        return {"checkpoint": self.name, "fingerprint": self._identity[1], "scoring": self.scoring}
 
     # Generation.
 
@@ -159,18 +140,18 @@ class EvaluatedModel(TemplateLM):
 
         def is_over(at: int, answer: Answer) -> bool:
             until = some[at].until
-            return bool(until.texts) and until.is_certain(self._tokenizer.decode(answer.tokens[: some[at].limit]))
+            return bool(until.texts) and until.is_certain(self.tokenizer.decode(answer.tokens[: some[at].limit]))
 
         looking = is_over if any(a.until.texts for a in some) else None
-        played = {at for at, number in enumerate(missing) if requests[number].doc_id < self._played}
-        decodings = Decodings(self._method, self._tokenizer)
+        played = {at for at, number in enumerate(missing) if requests[number].doc_id < self.played}
+        decodings = Decodings(self.method, self.tokenizer)
 
         def record(at: int, trajectory: Trajectory) -> None:
             if at in played:
                 decodings.record(at, trajectory)
 
-        answers = generate(self.model, wanted, looking, record if self._played else None)
-        for at, answer, seconds in _shown(answers, len(wanted), "decoding"):
+        answers = generate(self.model, wanted, looking, record if self.played else None)
+        for at, answer, seconds in track(answers, "decoding", len(wanted)):
             kept = self._record(some[at], answer, seconds)
             if at in played:
                 decodings.add(at, wanted[at], answer, kept["tokens"])
@@ -189,7 +170,7 @@ class EvaluatedModel(TemplateLM):
         Raises UserError where answers do not fit into the model's context, or the batch not into memory, or where texts
         are to be scored and the system defines no likelihood.
         """
-        system = system_of(self._method)
+        system = system_of(self.method)
         scored = [request for request in requests if request.request_type != "generate_until"]
         if scored and system.scoring is None:
             raise UserError(
@@ -215,7 +196,7 @@ class EvaluatedModel(TemplateLM):
             if not all(isinstance(text, str) for text in until):
                 raise UserError(f"--tasks={request.task_name}: until={str(until)[:60]} must be texts")
             until = [text for text in until if text]  # every answer would end before an empty one
-            settings = settings_for(wanted, self._method, self._room, self.model.config)
+            settings = settings_for(wanted, self.method, self._room, self.model.config)
             plain = dataclasses.asdict(settings)
             plain.pop("batch_size")  # answers do not depend on it
             asked = self._identity, request.task_name, context, until, self.chat, wanted["max_new_tokens"]
@@ -237,14 +218,14 @@ class EvaluatedModel(TemplateLM):
         values |= {name: options[name] for name in ("temperature", "top_p", "top_k") if draws and name in options}
         if "temperature" in values:
             values["temperature"] = float(values["temperature"] or 0)
-        return values | self._flags
+        return values | self.flags
 
     def _record(self, sample: Sample, answer: Answer, seconds: float) -> dict[str, Any]:
         tokens = answer.tokens[: sample.limit]
-        text, is_stopped = sample.until.cut(self._tokenizer.decode(tokens))
+        text, is_stopped = sample.until.cut(self.tokenizer.decode(tokens))
         reason = "stop" if is_stopped else "length" if len(tokens) < len(answer.tokens) else answer.finish_reason
         if is_stopped:  # what was decoded after the stop string is of no use: nobody is credited with it
-            tokens = tokens_of(text, tokens, self._tokenizer)
+            tokens = tokens_of(text, tokens, self.tokenizer)
         return {
             "text": text,
             "tokens": len(tokens),
@@ -277,7 +258,7 @@ class EvaluatedModel(TemplateLM):
 
     def _score(self, texts: list[tuple[list[int], list[int]]]) -> list[tuple[float, bool]]:
         """(nats, is greedy) of each (context, continuation); too long contexts lose their beginning."""
-        how = {"method": self._method, **self._scoring}
+        how = {"method": self.method, **self.scoring}
         texts = [(context[-max(self._room - len(text), 1) :], text) for context, text in texts]
         if (longest := max((len(text) for _, text in texts), default=0)) > self._room - 1:
             raise UserError(f"a continuation of {longest} tokens cannot be scored: the model reads {self._room}")
@@ -286,7 +267,7 @@ class EvaluatedModel(TemplateLM):
         own = hosts.own_share(len(texts))
         missing = [number for number in own if keys[number] not in self.known]
         parts = [missing[at : at + _TEXTS] for at in range(0, len(missing), _TEXTS)]
-        for part in _shown(parts, len(parts), "scoring"):
+        for part in track(parts, "scoring", len(parts)):
             contexts, continuations = zip(*(texts[number] for number in part), strict=True)
             numbers = [_number(*texts[number]) for number in part]
             scored = likelihoods(self.model, contexts, continuations, keys=numbers, **how)
@@ -304,8 +285,3 @@ def key_of(*parts: object) -> str:
 def _number(*parts: object) -> int:
     """A digest below 2^32, for seeding draws."""
     return int(key_of(*parts)[:8], 16)
-
-
-def _shown(items: Iterable[Any], total: int, what: str) -> Iterable[Any]:
-    """The items, with a progress bar on a terminal."""
-    return track(items, what, total) if total else items
