@@ -152,13 +152,6 @@ def test_a_variable_that_jax_refuses_is_told_in_one_line():
     assert re.match("error: the environment: .*'JAX_DEBUG_NANS'", ended.stderr)
 
 
-def test_help_without_docstrings_says_why_there_is_none():
-    line = [sys.executable, "-OO", "-m", "refusion_jax.goodput", "--help"]
-    ended = subprocess.run(line, capture_output=True, text=True, cwd=ROOT)
-    assert ended.returncode == 2
-    assert re.fullmatch(r"error: --help: python -OO .*\n", ended.stderr)
-
-
 def test_a_flagfile_that_cannot_be_read_is_one_line_that_names_it(tmp_path):
     (tmp_path / "bad").write_bytes(b"--x\n\xff\xfe\n")
     (tmp_path / "good").write_text("# a comment\n--output=\n")

@@ -320,23 +320,20 @@ def _help(argv: Sequence[str], help_texts: Callable | None, hidden: Callable[[],
         flags.FLAGS([argument for argument in argv if argument not in HELP_FLAGS], known_only=True)
     if not flags.FLAGS.is_parsed():  # it is wrong, and said to be when it is used
         flags.FLAGS.mark_as_parsed()
-    story = sys.modules["__main__"].__doc__
-    if story is None:
-        raise UserError("--help: python -OO leaves out what it would print; run it without -OO")
     left_out = hidden()
     own = [flag for flag in flags.FLAGS.get_key_flags_for_module(sys.argv[0]) if flag.name not in left_out]
     own.append(flags.FLAGS["traceback"])
-    sections = [help_page(story, own)]
+    sections = [help_page(sys.modules["__main__"].__doc__, own)]
     if help_texts:
         texts = help_texts(flags.FLAGS["config"].value)
         sections.append(_listing("Config keys, and their values unless the config file sets others:", texts))
     return "\n\n".join(sections)
 
 
-def help_page(story: str, own: Iterable[flags.Flag]) -> str:
-    """A story, and what each flag is for."""
+def help_page(story: str | None, own: Iterable[flags.Flag]) -> str:
+    """A story, unless python -OO has left it out, and what each flag is for."""
     listed = {f.name: f"{f.help}{'' if f.default in (None, '') else f' (default: {f.default})'}" for f in own}
-    return "\n\n".join([story.strip(), _listing("Flags:", listed)])
+    return "\n\n".join([(story or "").strip(), _listing("Flags:", listed)])
 
 
 def _listing(title: str, entries: dict[str, str]) -> str:
