@@ -97,9 +97,8 @@ def main() -> None:
         from refusion_jax.serving.address import listen, most_connections
         from refusion_jax.serving.app import make_app
         from refusion_jax.serving.connections import TimedConnection
-        from refusion_jax.serving.engine import Engine
+        from refusion_jax.serving.engine import Engine, sized
         from refusion_jax.serving.service import Service
-        from refusion_jax.serving.sizes import sized
     checkpoint = epath.Path(_CHECKPOINT.value)
     given = command.given(_SETTINGS)
     given["method"] = choose_method(checkpoint, given.get("method"))

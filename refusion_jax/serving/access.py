@@ -76,7 +76,6 @@ class _Named:
         self._app, self._is_logged = app, is_logged
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """One request."""
         if scope["type"] != "http":
             return await self._app(scope, receive, send)
         given = dict(scope["headers"]).get(_HEADER.encode(), b"").decode("latin-1")

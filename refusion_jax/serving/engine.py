@@ -19,19 +19,37 @@ import numpy as np
 from refusion_jax.cli.command import say
 from refusion_jax.cli.errors import UserError, first_line
 from refusion_jax.decoding.answers import Answer, read_answer
+from refusion_jax.decoding.cache import bytes_per_token
 from refusion_jax.decoding.constrained import Matcher, batch_type
+from refusion_jax.decoding.decoder import Decoder
+from refusion_jax.decoding.memory import room_besides
 from refusion_jax.decoding.queue import batch_rows, mesh_of
 from refusion_jax.decoding.requests import Request, check_tokens, prepare
 from refusion_jax.decoding.settings import Settings
+from refusion_jax.distributed.sharding import shard_count
+from refusion_jax.model.shape import ModelConfig
 from refusion_jax.model.transformer import Transformer
 from refusion_jax.serving.jobs import BusyError, FailedError, Job
-from refusion_jax.serving.sizes import kept_blocks
 from refusion_jax.systems.api import as_decoded, decoder_for
 
 LOOK = 8  # forwards between two looks at what the rows have decoded
 SOON = 2  # the same while a row is free, for whoever comes
 OFTEN = 0.03  # seconds between two reports to who is shown an answer as it is written: more than anybody can read
 MOST_WAITING = 4096  # jobs besides those in the batch
+_NEW_TOKENS = 256  # of an answer, unless the settings say otherwise
+
+
+def sized(settings: Settings, model: ModelConfig, most: int = 2**31) -> Settings:
+    """The settings with what an engine needs: room for a text, by default all that the model reads, and new tokens.
+
+    A text has room for `most` tokens, unless the settings say so. SettingError: the model reads fewer than these.
+    """
+    reads = model.max_position_embeddings
+    if settings.cache_length > reads:
+        settings.refuse("cache_length", f"the model reads {reads} tokens")
+    room, multiple = settings.cache_length or min(reads, most), settings.for_model(model).multiple
+    fitting = max(min(_NEW_TOKENS, room // 2) // multiple, 1) * multiple
+    return dataclasses.replace(settings, cache_length=room, max_new_tokens=settings.max_new_tokens or fitting)
 
 
 class Engine:
@@ -53,7 +71,7 @@ class Engine:
             for, and `cache_length` the most that prompt and answer may have; both are set.
           rows: decoded at once.
           grammar: any, for an engine of requests with grammars.
-          prefix_cache: bytes on each device for what prompts begin with; None: what `sizes.kept_blocks` says.
+          prefix_cache: bytes on each device for what prompts begin with; None: see `_kept_blocks`.
 
         Raises:
           UserError: where these do not fit together or into memory.
@@ -82,7 +100,7 @@ class Engine:
         self._model, self._second, self._making, self._prefix_cache = model, None, threading.Lock(), prefix_cache
         model = as_decoded(model, settings)
         self.rows = batch_rows(rows, rows, mesh_of(model))
-        blocks = kept_blocks(model, decoder, self.rows, prefix_cache)
+        blocks = _kept_blocks(model, decoder, self.rows, prefix_cache)
         self._empty = functools.partial(batch_type(decoder), model, decoder, self._largest[0], self.rows, blocks, True)
         self._batch = self._empty()
         self._drafts = np.zeros(2, np.int64)  # that were verified, and those of them that were committed
@@ -322,3 +340,14 @@ class Engine:
             job.fail(error)
             goes_on = False
         job.is_over = is_finished or not goes_on
+
+
+def _kept_blocks(model: Transformer, decoder: Decoder, rows: int, most: int | None) -> int:
+    """Blocks of what prompts begin with that are kept for others; see `decoding.prefixes`.
+
+    They take at most so many bytes on each device; None: as many as the batch, in a quarter of what is then free.
+    """
+    tokens = min(rows * decoder.cache_length, room_besides(model, mesh_of(model), rows, decoder) // 4)
+    if most is not None:
+        tokens = most * shard_count(mesh_of(model), "heads") // bytes_per_token(model.config, model.cache_dtype)
+    return tokens // decoder.prefix_block if decoder.copies_prefix else 0

@@ -52,7 +52,6 @@ class LimitBody:
         self._app, self._most = app, most
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """One connection."""
         seen = 0
 
         async def limited() -> Message:
