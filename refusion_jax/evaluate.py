@@ -161,14 +161,10 @@ def evaluate(checkpoint: epath.Path, output: Path) -> dict:
     """Runs the tasks that the flags name."""
     with needs("evaluate"):
         from refusion_jax.evaluation import benchmark, harness, hosts
-    include, data = (value and Path(value) for value in (_INCLUDE.value, _TASK_DATA.value))
-    for name, path in (("include_path", include), ("task_data", data)):
-        if path and not path.is_dir():
-            raise UserError(f"--{name}={path} is no directory")
     plan = benchmark.Plan(
         tasks=_TASKS.value,
-        include_path=include,
-        task_data=data,
+        include_path=_INCLUDE.value and Path(_INCLUDE.value),
+        task_data=_TASK_DATA.value and Path(_TASK_DATA.value),
         limit=_LIMIT.value,
         num_fewshot=_FEWSHOT.value,
         allow_code_execution=_EXECUTE.value or _UNSAFE.value,

@@ -39,11 +39,6 @@ def settings_for(values: dict[str, Any], method: str, room: int, model: ModelCon
     return dataclasses.replace(plain, max_new_tokens=new_tokens)
 
 
-def shorten(prompt: Sequence[int], settings: Settings, room: int) -> Sequence[int]:
-    """The end of a prompt, truncated to leave room for the answer."""
-    return prompt[-(room - settings.new_tokens) :]
-
-
 def by_program(requests: Sequence[Request], model: ModelConfig) -> Iterator[tuple[list[int], list[Request]]]:
     """Groups requests by compiled program: (their indices, the requests from `prepare`) for each."""
     of_sizes = collections.defaultdict(list)

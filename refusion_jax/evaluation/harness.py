@@ -28,7 +28,7 @@ from refusion_jax.decoding.requests import Request
 from refusion_jax.decoding.settings import Settings
 from refusion_jax.decoding.stops import Stops
 from refusion_jax.decoding.trajectory import Trajectory
-from refusion_jax.evaluation.generation import check_fits, generate, settings_for, shorten
+from refusion_jax.evaluation.generation import check_fits, generate, settings_for
 from refusion_jax.evaluation.hosts import Hosts
 from refusion_jax.evaluation.likelihood import likelihoods
 from refusion_jax.model.transformer import Transformer
@@ -204,7 +204,7 @@ class EvaluatedModel(TemplateLM):
             key, noise = key_of(same, times[same]), _number(request.task_name, context, times[same])
             times[same] += 1
             ids = self.tok_encode(context)
-            prompt = shorten(ids, settings, self._room)
+            prompt = ids[-(self._room - settings.new_tokens) :]  # its end, with room for the answer
             limit, is_cut = wanted["max_new_tokens"], len(prompt) < len(ids)
             samples.append(Sample(key, prompt, settings, noise, Stops(tuple(until)), limit, is_cut))
         return samples

@@ -41,15 +41,10 @@ class Hosts:
         """The answers to all `count` requests; every host calls this with those of its share, which JSON can hold."""
         if self._count == 1:
             return list(own)
+        content = np.frombuffer(json.dumps(list(own)).encode(), np.uint8)
+        longest = int(multihost_utils.process_allgather(np.array(content.size, np.int32)).max())
+        padded = np.pad(content, (0, longest - content.size), constant_values=ord(" "))  # which JSON may end with
         everything: list = [None] * count
-        for host, part in enumerate(_gather(json.dumps(list(own)).encode())):
-            everything[host :: self._count] = json.loads(part)
+        for host, part in enumerate(multihost_utils.process_allgather(padded)):
+            everything[host :: self._count] = json.loads(part.tobytes())
         return everything
-
-
-def _gather(content: bytes) -> list[bytes]:
-    lengths = multihost_utils.process_allgather(np.array(len(content), np.int32)).ravel()
-    padded = np.zeros(int(lengths.max()), np.uint8)
-    padded[: len(content)] = np.frombuffer(content, np.uint8)
-    rows = multihost_utils.process_allgather(padded)
-    return [row[:length].tobytes() for row, length in zip(rows, lengths, strict=True)]

@@ -14,7 +14,7 @@ import ml_collections
 import numpy as np
 from flax import nnx
 
-from refusion_jax.cli.errors import UserError, naming
+from refusion_jax.cli.errors import naming
 from refusion_jax.config import read_decode
 from refusion_jax.data.interface import Tokenizer
 from refusion_jax.distributed.processes import check_same
@@ -32,9 +32,6 @@ class TaskScores:
     def __init__(self, config: ml_collections.ConfigDict, tokenizer: Tokenizer, program: Program):
         """Loads the tasks; refuses those that are unknown or cannot be served, or that hosts do not share."""
         e = config.eval
-        for name in ("include_path", "task_data"):
-            if e[name] and not Path(e[name]).is_dir():
-                raise UserError(f"--config.eval.{name}={e[name]} is no directory")
         self._tokenizer, self._graphdef = tokenizer, program.graphdef
         self._method, self._settings = read_decode(config)
         self._plan = benchmark.Plan(
