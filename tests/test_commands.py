@@ -40,7 +40,8 @@ def contents(*directories):
 NEW = "--workdir={dir}/new"
 DATA = "--config.data.path={dir}/"
 GENERATE = ["generate", "--checkpoint={run}", "--output={dir}/out.jsonl"]
-
+ONE = ["generate", "--checkpoint={run}", "--prompt=x"]
+SERVE = ["serve", "--checkpoint={run}"]
 PREPARE = ["prepare", "--output={dir}/new", "--tokenizer={run}/tokenizer.model"]
 
 BAD = {
@@ -111,20 +112,20 @@ BAD = {
         "--layers=1: leaves none of the 1 layers to the server",
     ),
     "counts that nobody made": (["bench", "calibration", "--output={dir}/new"], "new: only --compile makes new counts"),
-    "output is a directory": (["generate", "--checkpoint={run}", "--prompt=x", "--output={dir}"], "is a directory"),
+    "output is a directory": ([*ONE, "--output={dir}"], "is a directory"),
     "tokenizer of nothing": (["train_tokenizer", "--input={dir}/none.txt", "--output={dir}/t.model"], "does not exist"),
     "goodput of nothing": (["goodput", "--workdir={dir}"], "holds no events.jsonl of a training run"),
     "data in no store": ([*TRAIN, NEW, "--config.data.path=http://x/y"], "--config.data.path=http://x/y: names no"),
     "output over the model": (
-        ["generate", "--checkpoint={run}", "--prompt=x", "--output={run}/model.json"],
+        [*ONE, "--output={run}/model.json"],
         "model.json: is there already, and not answers; name another place",
     ),
     "answers over another file": (
-        ["generate", "--checkpoint={run}", "--prompt=x", "--output={dir}/good.jsonl"],
+        [*ONE, "--output={dir}/good.jsonl"],
         "--output={dir}/good.jsonl: is there already, and not answers",
     ),
     "page over another file": (
-        ["generate", "--checkpoint={run}", "--prompt=x", "--watch={dir}/good.jsonl"],
+        [*ONE, "--watch={dir}/good.jsonl"],
         "--watch={dir}/good.jsonl: is there already, and no page of ours",
     ),
     "page of no row": (["inspect_data", "--data={dir}", "--verify", "--html={dir}/new.html"], "--verify shows no row"),
@@ -134,19 +135,13 @@ BAD = {
         "a page plays 16 prompts at most; {dir}/seventeen.jsonl holds 17",
     ),
     "page that compares with nothing": (
-        ["generate", "--checkpoint={run}", "--prompt=x", "--watch={dir}/new.html", "--compare=nothing"],
+        [*ONE, "--watch={dir}/new.html", "--compare=nothing"],
         "--compare=nothing: is neither a directory nor a decoder; known: ",
     ),
-    "compared without a page": (
-        ["generate", "--checkpoint={run}", "--prompt=x", "--compare=sequential"],
-        "--compare=sequential: needs --watch=PAGE.html",
-    ),
-    "page of a decoder that cannot": (
-        ["generate", "--checkpoint={run}", "--prompt=x", "--watch={dir}/new.html", "--compare=ar"],
-        "--compare=ar: ",
-    ),
+    "compared without a page": ([*ONE, "--compare=sequential"], "--compare=sequential: needs --watch=PAGE.html"),
+    "page of a decoder that cannot": ([*ONE, "--watch={dir}/new.html", "--compare=ar"], "--compare=ar: "),
     "output between the weights": (
-        ["generate", "--checkpoint={run}", "--prompt=x", "--output={run}/checkpoints/60/new.jsonl"],
+        [*ONE, "--output={run}/checkpoints/60/new.jsonl"],
         "new.jsonl: lies between the weights of the model",
     ),
     "nothing to prepare": (["prepare", "--output={dir}/new"], "--input, --output and --tokenizer are needed"),
@@ -188,6 +183,17 @@ BAD = {
         "holds no run, whose tokenizer is asked for",
     ),
     "report on nothing": (["quickstart", "--workdir={dir}"], "holds no checkpoint"),
+    "nothing to serve": (["serve"], "--checkpoint=DIR is needed"),
+    "no model to serve": (["serve", "--checkpoint=/nowhere"], "/nowhere"),
+    "no port": ([*SERVE, "--port=70000"], "--port"),
+    "no host": ([*SERVE, "--host=no.such.host.invalid"], "--host=no.such.host.invalid: no address"),
+    "answers without room": (
+        [*SERVE, "--decode.max_new_tokens=64"],
+        "--decode.cache_length=64: leaves no room for a prompt",
+    ),
+    "texts beyond the model": ([*SERVE, "--decode.cache_length=99"], "--decode.cache_length=99: the model reads 64"),
+    "decoder of another model": ([*SERVE, "--decode.method=apd"], "--decode.method=apd"),
+    "setting of another decoder": ([*SERVE, "--decode.steps=3"], "--decode.steps=3: the decoder 'refusion' has only"),
 }
 
 

@@ -1,15 +1,12 @@
 """What a model is asked by a task of our own: worked examples, the chat template, thinking on and off."""
 
 import json
-import os
 from pathlib import Path
 
-os.environ["HF_HUB_OFFLINE"] = "1"  # before datasets is imported: nothing is asked of the network
-
-import datasets
 import pytest
 from conftest import run
-from helpers import tiny_qwen3, write_tokenizer
+from helpers import tiny_qwen3, write_lines, write_tokenizer
+from local_task import task_writer
 
 from refusion_jax import load_model, load_tokenizer
 from refusion_jax.evaluation import benchmark
@@ -18,7 +15,7 @@ from refusion_jax.evaluation.harness import EvaluatedModel
 TASK = """
 task: words
 dataset_path: json
-dataset_kwargs: {{data_files: {{test: {folder}/test.jsonl, train: {folder}/train.jsonl}}}}
+dataset_kwargs: {{data_files: {{test: {data}/test.jsonl, train: {data}/train.jsonl}}}}
 test_split: test
 fewshot_split: train
 fewshot_config: {{sampler: first_n}}
@@ -42,15 +39,10 @@ def checkpoint(tmp_path) -> Path:
 @pytest.fixture
 def directory(tmp_path, monkeypatch) -> Path:
     """A task of ours with worked examples."""
-    monkeypatch.setenv("HF_HOME", str(tmp_path / "huggingface"))
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "huggingface" / "datasets"))
-    for split, begin in (("train", 0), ("test", 5)):
-        lines = [json.dumps({"question": f"What is {i}?", "answer": f"It is {i}."}) for i in range(begin, begin + 5)]
-        (tmp_path / f"{split}.jsonl").write_text("\n".join(lines))
-    folder = tmp_path / "tasks"
-    folder.mkdir()
-    (folder / "words.yaml").write_text(TASK.format(folder=tmp_path))
-    return folder
+    lines = [{"question": f"What is {i}?", "answer": f"It is {i}."} for i in range(10)]
+    write_lines(tmp_path / "train.jsonl", lines[:5])
+    write_lines(tmp_path / "test.jsonl", lines[5:])
+    return task_writer(tmp_path, monkeypatch)(TASK, data=tmp_path)
 
 
 @pytest.mark.parametrize("of_tokenizer", [None, "<|im_start|>"])
