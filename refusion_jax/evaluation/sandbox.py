@@ -155,18 +155,14 @@ def _make_group(memory: int) -> Path | None:
         group = Path(hierarchy, f"sandbox-{os.getpid()}-{next(_number)}")
         if not Path(hierarchy, "cgroup.procs").exists():
             continue
-        try:
+        with contextlib.suppress(OSError):
             group.mkdir()
-        except OSError:
-            continue
-        try:
-            (group / limit).write_text(str(memory))
-        except OSError:  # its memory is not controlled
+            (group / limit).write_text(str(memory))  # fails where memory is not controlled
+            with contextlib.suppress(OSError):  # some kernels do not count it
+                (group / swap).write_text("0")
+            return group
+        with contextlib.suppress(OSError):
             group.rmdir()
-            continue
-        with contextlib.suppress(OSError):  # some kernels do not count it
-            (group / swap).write_text("0")
-        return group
     return None
 
 

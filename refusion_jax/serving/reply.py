@@ -17,7 +17,7 @@ from refusion_jax.cli.errors import UserError
 from refusion_jax.decoding.answers import Answer
 from refusion_jax.serving.choices import Choice
 from refusion_jax.serving.errors import error_body
-from refusion_jax.serving.jobs import BusyError, Job
+from refusion_jax.serving.jobs import Job
 from refusion_jax.serving.protocol import Chat, Completion, StreamOptions
 from refusion_jax.serving.scores import ScoredStream
 from refusion_jax.serving.service import Service
@@ -162,7 +162,7 @@ class Reply:
             if options.include_usage:
                 yield event([])
             yield b"data: [DONE]\n\n"
-        except (UserError, BusyError, RuntimeError) as error:  # the status has been sent already
+        except (UserError, RuntimeError) as error:  # the status has been sent already
             yield b"data: " + to_json(error_body(500, str(error))) + b"\n\n"
         finally:
             self._forget()

@@ -12,7 +12,6 @@ from pydantic import Discriminator, Field, Tag, ValidationError, field_validator
 
 from refusion_jax.cli.errors import UserError
 from refusion_jax.serving.conversation import CalledFunction, Function, Named
-from refusion_jax.serving.jobs import BusyError
 from refusion_jax.serving.protocol import MOST_TOOLS, Chat, JsonSchema
 from refusion_jax.serving.reply import Reply, to_json
 from refusion_jax.serving.service import Service
@@ -224,7 +223,7 @@ class TextReply(Reply):
                 output[at] = _message(text, reason) | {"id": spoken["item_id"]}
                 yield event("output_item.done", output_index=at, item=output[at])
             yield event(_STATUS[reason], response=self._response(output, reason))
-        except (UserError, BusyError, RuntimeError) as error:  # the status has been sent already
+        except (UserError, RuntimeError) as error:  # the status has been sent already
             failed = {"status": "failed", "error": {"code": "server_error", "message": str(error)}}
             yield event("failed", response=self._response(output, None) | failed)
         finally:
