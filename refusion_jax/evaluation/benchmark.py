@@ -46,9 +46,7 @@ class Plan:
 
 
 def load_tasks(plan: Plan) -> list[Task | Group]:
-    """The tasks with their data, each once: in its group, if that is asked for, or alone; UserError for what cannot
-    run.
-    """
+    """The tasks with their data, each once, in its group if that is asked for; UserError for what cannot run."""
     for name, path in (("include_path", plan.include_path), ("task_data", plan.task_data)):
         if path and not path.is_dir():
             raise UserError(f"{plan.flags}{name}={path} is no directory")

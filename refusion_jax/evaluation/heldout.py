@@ -146,9 +146,7 @@ def make_held_out(
     objective: Objective,
     mesh: Mesh,
 ) -> Callable[[dict], dict[str, Any]] | None:
-    """(weights) -> held-out losses and, where it is known, bits per byte of responses; None where a run has no such
-    rows.
-    """
+    """(weights) -> held-out losses and, where known, bits per byte of responses; None where a run has no such rows."""
     sets = find_held_out(config, tokenizer)
     if not sets:
         return None
@@ -167,9 +165,7 @@ def make_held_out(
 
 
 def pick(config: ml_collections.ConfigDict, sets: list[RowSource]) -> list[tuple[RowSource, int]]:
-    """(set, index) of eval.rows rows, as many of each set, evenly spaced; UserError where there are none, or hosts
-    differ.
-    """
+    """(set, index) of eval.rows rows, evenly spaced, as many of each set; UserError: none, or others on a host."""
     check_same("what --config.eval.path holds", *(rows.fingerprint() for rows in sets))
     most = config.eval.rows or max(map(len, sets))
     places = [(number, i) for i in range(most) for number, rows in enumerate(sets) if i < len(rows)]

@@ -11,9 +11,7 @@ _DESCRIPTORS = 1 << 16  # of which three quarters are for clients
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """A socket that has the address to itself, for which clients wait while a model is loaded; else UserError names the
-    flag.
-    """
+    """A socket that has the address to itself, for clients that wait for a model; UserError where there is none."""
     try:
         family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
     except (OSError, UnicodeError) as error:

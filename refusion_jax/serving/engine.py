@@ -186,9 +186,7 @@ class Engine:
             self._changed.notify()
 
     def start(self, failed: Callable[[], None]) -> None:
-        """Starts the thread, and compiles by decoding an answer; it calls `failed` once if it cannot go on, now or
-        later.
-        """
+        """Starts the thread, and compiles by decoding an answer; calls `failed` once where it cannot go on, ever."""
         self._failed, done = failed, threading.Event()
 
         def report(answer: Answer, is_finished: bool) -> bool:
