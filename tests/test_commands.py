@@ -25,8 +25,12 @@ def files(tmp_path, trained_run):
         "many.jsonl": '{"prompt": "Sort 3 1."}\n' * 9,
         "gapless.jsonl": '{"template": ["Sort 3 1."]}\n',
         "seventeen.jsonl": '{"prompt": "Sort 3 1."}\n' * 17,
+        "empty/config.json": (trained_run / "config.json").read_text(),
+        "empty/metrics.jsonl": "",
+        "taken/index.html": "<!doctype html>mine",
     }
     for name, content in contents.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(content)
     return tmp_path
 
@@ -183,6 +187,21 @@ BAD = {
         "holds no run, whose tokenizer is asked for",
     ),
     "report on nothing": (["quickstart", "--workdir={dir}"], "holds no checkpoint"),
+    "page of no run": (["report", "--workdir={run},{dir}", "--output={dir}/new"], "--workdir={dir}: holds no run"),
+    "page of an empty run": (
+        ["report", "--workdir={dir}/empty", "--output={dir}/new"],
+        "empty: there is no record in its metrics.jsonl yet",
+    ),
+    "page nowhere": (["report", "--workdir={run}"], "--workdir=DIR,DIR and --output=DIR are needed"),
+    "page of too many runs": (
+        ["report", "--workdir={run},1,2,3,4,5,6,7,8", "--output={dir}/new"],
+        "--workdir: a page shows 8 runs at most, not 9",
+    ),
+    "page over a page": (
+        ["report", "--workdir={run}", "--output={dir}/taken"],
+        "taken/index.html: is there already, and no page of ours",
+    ),
+    "page in a file": (["report", "--workdir={run}", "--output={dir}/taken/index.html"], "index.html: is a file"),
     "nothing to serve": (["serve"], "--checkpoint=DIR is needed"),
     "no model to serve": (["serve", "--checkpoint=/nowhere"], "/nowhere"),
     "no port": ([*SERVE, "--port=70000"], "--port"),

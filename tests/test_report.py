@@ -136,29 +136,3 @@ def test_files_of_a_stranger_become_text_alone(others, tmp_path):
     assert f"eval_{HOSTILE}" in page.of("h3")
     assert (out.count("\n"), err) == (1, "")
     assert all(re.fullmatch(r"[\w.-]+\.png|index\.html", path.name) for path in tmp_path.iterdir())
-
-
-@pytest.mark.parametrize(
-    ("flags", "said"),
-    [
-        ("--workdir={run}", "--workdir=DIR,DIR and --output=DIR are needed"),
-        ("--workdir={run},{dir} --output={dir}/new", "--workdir={dir}: holds no run (there is no config.json)"),
-        ("--workdir={dir}/empty --output={dir}/new", "empty: there is no record in its metrics.jsonl yet"),
-        ("--workdir={run},1,2,3,4,5,6,7,8 --output={dir}/new", "--workdir: a page shows 8 runs at most, not 9"),
-        ("--workdir={run} --output={dir}/taken", "taken/index.html: is there already, and no page of ours"),
-        ("--workdir={run} --output={dir}/taken/index.html", "index.html: is a file"),
-    ],
-)
-def test_what_cannot_be_shown_is_one_line_and_writes_nothing(flags, said, trained_run, tmp_path):
-    for name in ("empty", "taken"):
-        (tmp_path / name).mkdir()
-    shutil.copy(trained_run / "config.json", tmp_path / "empty")
-    (tmp_path / "empty" / "metrics.jsonl").write_text("")
-    (tmp_path / "taken" / "index.html").write_text("<!doctype html>mine")
-    before = sorted(tmp_path.rglob("*"))
-    out, err = run("report", *flags.format(run=trained_run, dir=tmp_path).split(), code=2)
-    assert out == ""
-    assert said.format(dir=tmp_path) in err
-    assert len(err.splitlines()) == 1
-    assert sorted(tmp_path.rglob("*")) == before
-    assert (tmp_path / "taken" / "index.html").read_text() == "<!doctype html>mine"
