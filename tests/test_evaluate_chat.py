@@ -86,7 +86,7 @@ def test_a_task_is_asked_with_examples_as_text_or_as_turns(checkpoint, directory
     assert instance.args[0] == prompt
     (sample,) = lm.samples(task.instances)
     begin = tokenizer.encode_chat(["<|im_start|>"])[0]
-    assert (list(sample.prompt[:1]) == begin) == bool(how)  # the mark, not the letters that spell it
+    assert (list(sample.request.prompt[:1]) == begin) == bool(how)  # the mark, not the letters that spell it
 
 
 def test_the_command_asks_in_turns_with_examples_and_thinking(checkpoint, directory, tmp_path):

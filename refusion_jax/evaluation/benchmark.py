@@ -249,7 +249,7 @@ def run_tasks(lm: EvaluatedModel, plan: Plan, tasks: Sequence[Task | Group]) -> 
     }
     how = {"chat": lm.chat, "thinking": lm.thinking}
     results["settings"] = {
-        name: how | (dataclasses.asdict(some[0].settings) if some else {}) for name, some in asked.items()
+        name: how | (dataclasses.asdict(some[0].request.settings) if some else {}) for name, some in asked.items()
     }
     versions = {package: importlib.metadata.version(package) for package in ("lm_eval", "datasets", "jax")}
     return results | {"packages": versions | {"refusion-jax": refusion_jax.__version__}}

@@ -8,7 +8,7 @@ import collections
 import dataclasses
 import hashlib
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -23,9 +23,8 @@ from refusion_jax.data.interface import Tokenizer
 from refusion_jax.decoding.answers import Answer
 from refusion_jax.decoding.journal import Journal
 from refusion_jax.decoding.player import Decodings
-from refusion_jax.decoding.prompts import tokens_of
+from refusion_jax.decoding.prompts import to_record
 from refusion_jax.decoding.requests import Request
-from refusion_jax.decoding.settings import Settings
 from refusion_jax.decoding.stops import Stops
 from refusion_jax.decoding.trajectory import Trajectory
 from refusion_jax.evaluation.generation import check_fits, generate, settings_for
@@ -43,9 +42,7 @@ class Sample:
     """One sample to decode."""
 
     key: str
-    prompt: Sequence[int]
-    settings: Settings
-    noise: int  # its sampling noise is a function of this and the seed
+    request: Request
     until: Stops
     limit: int  # only so many tokens of the answer are used
     is_cut: bool  # whether the beginning of the prompt was cut off
@@ -136,7 +133,7 @@ class EvaluatedModel(TemplateLM):
         own = hosts.own_share(len(samples))
         missing = [number for number in own if samples[number].key not in self.known]
         some = [samples[number] for number in missing]
-        wanted = [self._request(a, number) for a, number in zip(some, missing, strict=True)]
+        wanted = [a.request for a in some]
 
         def is_over(at: int, answer: Answer) -> bool:
             until = some[at].until
@@ -178,11 +175,7 @@ class EvaluatedModel(TemplateLM):
                 f"models: take tasks whose output_type is generate_until"
             )
         generated = [request for request in requests if request.request_type == "generate_until"]
-        wanted = [self._request(a, number) for number, a in enumerate(self.samples(generated))]
-        check_fits(self.model, wanted)
-
-    def _request(self, sample: Sample, number: int) -> Request:
-        return Request(sample.prompt, settings=sample.settings, noise=sample.noise, name=f"sample {number}")
+        check_fits(self.model, [sample.request for sample in self.samples(generated)])
 
     def samples(self, requests: list[Instance]) -> list[Sample]:
         """The sample to decode for each request; a repeated request gets another sample each time."""
@@ -205,8 +198,9 @@ class EvaluatedModel(TemplateLM):
             times[same] += 1
             ids = self.tok_encode(context)
             prompt = ids[-(self._room - settings.new_tokens) :]  # its end, with room for the answer
+            own = Request(prompt, settings=settings, noise=noise, name=f"sample {len(samples)}")
             limit, is_cut = wanted["max_new_tokens"], len(prompt) < len(ids)
-            samples.append(Sample(key, prompt, settings, noise, Stops(tuple(until)), limit, is_cut))
+            samples.append(Sample(key, own, Stops(tuple(until)), limit, is_cut))
         return samples
 
     def _settings(self, task: str, options: dict[str, Any]) -> dict[str, Any]:
@@ -221,16 +215,14 @@ class EvaluatedModel(TemplateLM):
         return values | self.flags
 
     def _record(self, sample: Sample, answer: Answer, seconds: float) -> dict[str, Any]:
-        tokens = answer.tokens[: sample.limit]
-        text, is_stopped = sample.until.cut(self.tokenizer.decode(tokens))
-        reason = "stop" if is_stopped else "length" if len(tokens) < len(answer.tokens) else answer.finish_reason
-        if is_stopped:  # what was decoded after the stop string is of no use: nobody is credited with it
-            tokens = tokens_of(text, tokens, self.tokenizer)
+        if len(answer.tokens) > sample.limit:
+            answer = dataclasses.replace(answer, tokens=answer.tokens[: sample.limit], finish_reason="length")
+        record = to_record(sample.key, answer, self.tokenizer, sample.until)
         return {
-            "text": text,
-            "tokens": len(tokens),
+            "text": record["text"],
+            "tokens": len(record["tokens"]),  # what was decoded after the stop string is of no use: not counted
             "forwards": answer.forwards,
-            "finish_reason": reason,
+            "finish_reason": record["finish_reason"],
             "is_cut": sample.is_cut,
             "seconds": round(seconds, 6),
             "host": jax.process_index(),
