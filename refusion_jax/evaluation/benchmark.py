@@ -26,7 +26,7 @@ from lm_eval.tasks import TaskManager
 import refusion_jax
 from refusion_jax.cli.errors import UserError
 from refusion_jax.evaluation import sandbox
-from refusion_jax.evaluation.harness import EvaluatedModel, key_of
+from refusion_jax.evaluation.harness import EvaluatedModel, Sample, key_of
 
 PINNED = Path(__file__).parent / "tasks"
 
@@ -182,32 +182,35 @@ def check_requests(lm: EvaluatedModel, plan: Plan, tasks: Sequence[Task | Group]
     Only the shapes of the weights are needed. Raises UserError where the model cannot serve a request, or the kernel
     does not support the sandbox.
     """
-    _learn_settings(lm, tasks)
     rehearsal = _Rehearsal(lm)
-    with _executing(tasks, plan, rehearsal=True):
-        for some in tasks:
-            try:
-                _ask(rehearsal, plan, [some], lm.chat)
-            except UserError:
-                raise
-            except (Exception, SystemExit) as error:  # a task file is a program of its own
-                name = some.name if isinstance(some, Group) else some.config.task
-                raise UserError(f"{plan.flags}tasks={name}: it cannot be asked: {_reason(error)}") from error
+    for some in tasks:
+        try:
+            _ask(lm, plan, [some], rehearsal)
+        except UserError:
+            raise
+        except (Exception, SystemExit) as error:  # a task file is a program of its own
+            name = some.name if isinstance(some, Group) else some.config.task
+            raise UserError(f"{plan.flags}tasks={name}: it cannot be asked: {_reason(error)}") from error
     return key_of(rehearsal.asked)
 
 
-def _ask(lm: LM, plan: Plan, tasks: Sequence[Task | Group], chat: bool, bootstrap_iters: int = 0) -> dict[str, Any]:
-    """The results of lm_eval."""
-    return lm_eval.simple_evaluate(
-        model=lm,
-        tasks=list(tasks),
-        limit=plan.limit,
-        num_fewshot=plan.num_fewshot,
-        apply_chat_template=chat,
-        confirm_run_unsafe_code=plan.allow_code_execution,
-        task_manager=_manager(),
-        bootstrap_iters=bootstrap_iters,
-    )
+def _ask(lm: EvaluatedModel, plan: Plan, tasks: Sequence[Task | Group], rehearsal: LM | None = None) -> dict[str, Any]:
+    """The results of lm_eval. In a rehearsal that is asked in place of the model, and no generated code is run."""
+    for task in members(tasks):
+        metadata = task.config.metadata or {}
+        lm.task_settings[task.config.task] = metadata.get("decode", {}) if isinstance(metadata, dict) else {}
+    executes = any(getattr(task, "UNSAFE_CODE", False) for task in members(tasks))
+    with sandbox.allow(plan.unsafe, rehearsal is not None) if executes else contextlib.nullcontext():
+        return lm_eval.simple_evaluate(
+            model=rehearsal or lm,
+            tasks=list(tasks),
+            limit=plan.limit,
+            num_fewshot=plan.num_fewshot,
+            apply_chat_template=lm.chat,
+            confirm_run_unsafe_code=plan.allow_code_execution,
+            task_manager=_manager(),
+            bootstrap_iters=0 if rehearsal else 1000,
+        )
 
 
 @functools.cache
@@ -216,26 +219,10 @@ def _manager() -> TaskManager:
     return TaskManager(include_path=[PINNED], include_defaults=False)
 
 
-def _learn_settings(lm: EvaluatedModel, tasks: Sequence[Task | Group]) -> None:
-    for task in members(tasks):
-        metadata = task.config.metadata or {}
-        lm.task_settings[task.config.task] = metadata.get("decode", {}) if isinstance(metadata, dict) else {}
-
-
-def _executing(
-    tasks: Sequence[Task | Group], plan: Plan, rehearsal: bool = False
-) -> contextlib.AbstractContextManager[None]:
-    """A context in which tasks may run generated code, if any of them does."""
-    executes = any(getattr(task, "UNSAFE_CODE", False) for task in members(tasks))
-    return sandbox.allow(plan.unsafe, rehearsal) if executes else contextlib.nullcontext()
-
-
 def run_tasks(lm: EvaluatedModel, plan: Plan, tasks: Sequence[Task | Group]) -> dict[str, Any]:
     """The results of lm_eval, with `samples`, and the cost of decoding as `decoding`; UserError as `check_requests`."""
-    _learn_settings(lm, tasks)
     lm.asked.clear()
-    with _executing(tasks, plan):
-        results = _ask(lm, plan, tasks, lm.chat, bootstrap_iters=1000)
+    results = _ask(lm, plan, tasks)
     for name, samples in results["samples"].items():
         for sample in samples:
             sample["decoding"] = [
@@ -243,10 +230,8 @@ def run_tasks(lm: EvaluatedModel, plan: Plan, tasks: Sequence[Task | Group]) -> 
                 for asked in lm.asked[name][sample["doc_id"]]
             ]
     asked = {name: sum(of_doc.values(), []) for name, of_doc in lm.asked.items()}
-    results["decoding"] = summarize([one.key for some in asked.values() for one in some], lm)
-    results["decoding"]["tasks"] = {
-        name: summarize([one.key for one in some], lm) for name, some in asked.items() if some
-    }
+    results["decoding"] = summarize(sum(asked.values(), []), lm)
+    results["decoding"]["tasks"] = {name: summarize(some, lm) for name, some in asked.items() if some}
     how = {"chat": lm.chat, "thinking": lm.thinking}
     results["settings"] = {
         name: how | (dataclasses.asdict(some[0].request.settings) if some else {}) for name, some in asked.items()
@@ -255,17 +240,17 @@ def run_tasks(lm: EvaluatedModel, plan: Plan, tasks: Sequence[Task | Group]) -> 
     return results | {"packages": versions | {"refusion-jax": refusion_jax.__version__}}
 
 
-def summarize(keys: list[str], lm: EvaluatedModel) -> dict[str, Any]:
+def summarize(samples: list[Sample], lm: EvaluatedModel) -> dict[str, Any]:
     """Speed and length of some decoded samples. Seconds are those of the slowest host, without compilation."""
-    if not keys:
+    if not samples:
         return {"samples": 0}
-    records = [lm.known[key] for key in keys]
+    records = [lm.known[sample.key] for sample in samples]
     tokens, forwards = (sum(record[name] for record in records) for name in ("tokens", "forwards"))
     hosts = {record["host"] for record in records}
     seconds = max(sum(r["seconds"] for r in records if r["host"] == host) for host in hosts)
     return {
         "samples": len(records),
-        "resumed": sum(key in lm.known_before for key in keys),
+        "resumed": sum(sample.key in lm.known_before for sample in samples),
         "tokens_per_second": tokens / seconds if seconds else None,
         "tokens_per_forward": tokens / forwards if forwards else None,
         "mean_tokens": tokens / len(records),
