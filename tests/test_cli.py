@@ -1,6 +1,7 @@
 """How a command ends: one line for whatever went wrong, and the exit code that says whose fault it was."""
 
 import errno
+import functools
 import os
 import re
 import shlex
@@ -137,19 +138,19 @@ def test_an_environment_for_64_bits_is_refused(monkeypatch):
     assert err == "error: JAX_ENABLE_X64 is set, but everything here is computed in 32 bits: unset it\n"
 
 
-def test_a_platform_that_is_not_here_is_told_in_one_line():
-    line = [sys.executable, "-c", "import jax; from refusion_jax.cli import command; command.guard(jax.devices)"]
-    env = os.environ | {"JAX_PLATFORMS": "cuda", "PYTHONPATH": str(ROOT)}
-    ended = subprocess.run(line, capture_output=True, text=True, env=env)
-    assert ended.returncode == 2
-    assert re.fullmatch(r"error: the environment: .*cuda.*\n", ended.stderr)
+def python(*arguments: str, **variables: str) -> tuple[int, str, str]:
+    """(exit code, stdout, stderr) of a new process."""
+    env = os.environ | variables
+    ended = subprocess.run([sys.executable, *arguments], cwd=ROOT, capture_output=True, text=True, env=env)
+    return ended.returncode, ended.stdout, ended.stderr
 
 
-def test_a_variable_that_jax_refuses_is_told_in_one_line():
-    line = [sys.executable, "-m", "refusion_jax.goodput", "--workdir=none"]
-    ended = subprocess.run(line, cwd=ROOT, capture_output=True, text=True, env=os.environ | {"JAX_DEBUG_NANS": "x"})
-    assert (ended.returncode, ended.stderr.count("\n")) == (2, 1)
-    assert re.match("error: the environment: .*'JAX_DEBUG_NANS'", ended.stderr)
+def test_a_platform_that_is_not_here_and_a_variable_that_jax_refuses_are_told_in_one_line():
+    program = "import jax; from refusion_jax.cli import command; command.guard(jax.devices)"
+    told = python("-c", program, JAX_PLATFORMS="cuda"), python("-m", "refusion_jax.goodput", JAX_DEBUG_NANS="x")
+    for (code, _, err), said in zip(told, ("cuda", "'JAX_DEBUG_NANS'"), strict=True):
+        assert code == 2
+        assert re.fullmatch(f"error: the environment: .*{said}.*\n", err)
 
 
 def test_a_flagfile_that_cannot_be_read_is_one_line_that_names_it(tmp_path):
@@ -164,11 +165,7 @@ def test_a_flagfile_that_cannot_be_read_is_one_line_that_names_it(tmp_path):
 
 
 def test_the_console_command_runs_commands_by_their_names():
-    def refusion(*arguments: str) -> tuple[int, str, str]:
-        line = [sys.executable, "-c", "from refusion_jax.cli.main import main; main()", *arguments]
-        ended = subprocess.run(line, capture_output=True, text=True, env=os.environ | {"PYTHONPATH": str(ROOT)})
-        return ended.returncode, ended.stdout, ended.stderr
-
+    refusion = functools.partial(python, "-c", "from refusion_jax.cli.main import main; main()")
     assert refusion("--version") == (0, f"{refusion_jax.__version__}\n", "")
     code, out, err = refusion("none")
     assert (code, out) == (2, "")

@@ -57,8 +57,9 @@ class Grammars:
                 source = llguidance.grammar_from("lark" if kind == "calls" else kind, text)
             with self._reading:
                 if self._tokens is None:
-                    tokens = _read(self._tokenizer, self._eos_id)
-                    self._tokens = llguidance.LLTokenizer(tokens, eos_token=self._eos_id)
+                    is_fast = isinstance(own := self._tokenizer, FastTokenizer)
+                    read = own.files["tokenizer.json"].decode() if is_fast else _Pieces(own, self._eos_id)
+                    self._tokens = llguidance.LLTokenizer(read, eos_token=self._eos_id)
         except (ValueError, RecursionError) as error:
             raise UserError(f"{field}: {reason(error)}") from error
         limits = llguidance.LLParserLimits(**_LIMITS)
@@ -76,13 +77,6 @@ def _calls(tools: Sequence[tuple[str, Any]], are_several: bool, answer: Any) -> 
         raise ValueError("is no object")
     tools = [(name, {"type": "object"} | schema | {"x-guidance": _JSON}) for name, schema in tools]
     return calls_grammar(tools, are_several, None if answer is None else answer | {"x-guidance": _JSON})
-
-
-def _read(tokenizer: Tokenizer, eos_id: int) -> Any:
-    """A tokenizer as llguidance takes one: the text of a tokenizer.json, or an object."""
-    if isinstance(tokenizer, FastTokenizer):
-        return tokenizer.files["tokenizer.json"].decode()
-    return _Pieces(tokenizer, eos_id)
 
 
 class _Pieces:
