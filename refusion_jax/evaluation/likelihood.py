@@ -107,20 +107,19 @@ def likelihoods(
             text = ScoredText(
                 prompt, continuation, slot_size, order, model.config.mask_token_id, drawn, f"text {number}"
             )
-            items.append((number, system.scoring.forward(text)))
-    scored = {}  # (sum of weight * log p(label), whether every label is the most probable token) of each item
-    for at, (log_p, is_best, *_) in _run(model, [item for _, item in items]):
-        weights = items[at][1].weights
-        total = np.sum(np.where(weights > 0, log_p, 0.0) * weights, dtype=np.float64)
-        scored[at] = float(total), bool(is_best[weights > 0].all())
-    nats, greedy = [[] for _ in texts], [True] * len(texts)
-    for at, (number, _) in enumerate(items):
-        nats[number].append(scored[at][0])
-        greedy[number] &= scored[at][1]
-    found = []
-    for values, is_greedy in zip(nats, greedy, strict=True):
-        error = float(np.std(values, ddof=1)) / len(values) ** 0.5 if len(values) > 1 else 0.0
-        found.append(Likelihood(float(np.mean(values or [0.0])), error, is_greedy, system.scoring.is_bound))
+            items.append(system.scoring.forward(text))
+    nats, greedy = np.zeros(len(items)), np.ones(len(items), bool)
+    for at, (log_p, is_best, *_) in _run(model, items):
+        weights = items[at].weights
+        nats[at] = np.sum(np.where(weights > 0, log_p, 0.0) * weights, dtype=np.float64)
+        greedy[at] = is_best[weights > 0].all()
+    found, at = [], 0
+    for _, continuation in texts:
+        own = slice(at, at + (draws if len(continuation) else 0))
+        mean = float(np.mean(nats[own])) if len(continuation) else 0.0
+        error = float(np.std(nats[own], ddof=1)) / draws**0.5 if len(nats[own]) > 1 else 0.0
+        found.append(Likelihood(mean, error, bool(greedy[own].all()), system.scoring.is_bound))
+        at = own.stop
     return found
 
 

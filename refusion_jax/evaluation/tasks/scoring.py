@@ -107,11 +107,7 @@ def run_mbpp(resps: list[list[str]], docs: list[dict]) -> list[list[dict]]:
 def _run(resps, docs, program) -> list[list[dict]]:
     programs = [[program(doc, text) for text in texts] for texts, doc in zip(resps, docs, strict=True)]
     outcomes = iter(sandbox.run_allowed([p for some in programs for p in some]))
-    verdicts = []
-    for some in programs:
-        ended = [(text, next(outcomes)) for text in some]
-        verdicts.append([{"passed": o.passed, "reason": o.reason, "program": text} for text, o in ended])
-    return verdicts
+    return [[{**vars(next(outcomes)), "program": text} for text in some] for some in programs]
 
 
 _BLOCK = re.compile(r"```[ \t]*(\w*)[^\n]*\n(.*?)(?:```|\Z)", re.DOTALL)
