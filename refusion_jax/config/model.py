@@ -56,10 +56,8 @@ def model_config(
 ) -> ModelConfig:
     """The shape of a run's model, and what its token ids mean; the embedding must have a row for each of them.
 
-    Args:
-      config: of the run.
-      tokenizer: of the run; None: ids as a tokenizer that fills the vocabulary would give them, for planning.
-      context: tokens that the weights the run starts from can read; rows that are shorter take nothing from it.
+    Without a tokenizer, for planning, ids are those of one that fills the vocabulary. `context` is what the weights
+    that the run starts from can read, in tokens; rows that are shorter take nothing from it.
     """
     rows, system = config.model.vocab_size, find_system(config.objective)
     if tokenizer and tokenizer.size > rows:

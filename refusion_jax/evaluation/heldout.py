@@ -54,9 +54,7 @@ def _distinct(diagnostics: dict[str, jax.Array]) -> dict[str, jax.Array]:
 def _groups(diagnostics: dict[str, jax.Array], values: dict[str, list[int]]) -> dict[str, jax.Array]:
     """Groups of tokens by a batch's diagnostics, [N, T] bool: one for each value of a count or quarter of a share.
 
-    Args:
-      diagnostics: of the batch, [N, T] each: int32 counts, or float32 shares from 0 to 1.
-      values: of each count.
+    Diagnostics are [N, T] each: int32 counts, whose `values` are given, or float32 shares from 0 to 1.
     """
     groups = {}
     for name, x in diagnostics.items():

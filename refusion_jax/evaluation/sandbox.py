@@ -57,16 +57,10 @@ class Outcome:
 
 
 def run(program: str, limits: Limits = Limits(), unsafe: bool = False) -> Outcome:
-    """Runs a Python program in the sandbox, with nothing but the standard library.
+    """Runs a Python program with its checks in the sandbox, or, if `unsafe`, without namespaces.
 
-    Args:
-      program: source code with its checks. It passes if it runs to its end; `jail.py` says how that is seen, and what a
-        program can still do to checks that share its interpreter.
-      limits: of its resources.
-      unsafe: run it without namespaces.
-
-    Raises:
-      UserError: where the kernel does not support the sandbox.
+    There is nothing but the standard library. The program passes if it runs to its end; `jail.py` says how that is
+    seen, and what one can still do to checks that share its interpreter. UserError: the kernel does not support this.
     """
     python = Path(sys.executable).resolve()
     job = {
