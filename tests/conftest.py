@@ -23,6 +23,7 @@ os.environ["XLA_FLAGS"] = f"{QUICK_COMPILE} --xla_force_host_platform_device_cou
 # Virtual devices share XLA's thread pool, and a collective blocks its thread until all devices have come: with too few
 # threads they wait for each other for ever (seen once, with two devices on two cores).
 os.environ["NPROC"] = "32"
+os.environ["HF_HUB_OFFLINE"] = "1"  # before datasets is imported: nothing is asked of the network
 
 # The user's own cache is left alone. Workers of pytest-xdist inherit that of the process that starts them.
 if "PYTEST_XDIST_WORKER" not in os.environ:
@@ -204,6 +205,14 @@ def trained_run() -> Path:
         if not (workdir / "checkpoints" / "60").exists():
             run("train", *TINY_RUN, f"--workdir={workdir}")
     return workdir
+
+
+@pytest.fixture
+def tasks(tmp_path, monkeypatch) -> Callable[..., Path]:
+    """Writes a task of our own for lm_eval into a directory that it returns."""
+    from local_task import task_writer
+
+    return task_writer(tmp_path, monkeypatch)
 
 
 @pytest.fixture(scope="module")

@@ -1,11 +1,8 @@
 """A task of lm_eval on small data of our own, for the tests."""
 
 import json
-import os
 from collections.abc import Callable
 from pathlib import Path
-
-os.environ["HF_HUB_OFFLINE"] = "1"  # before datasets is imported: nothing is asked of the network
 
 import datasets
 

@@ -11,7 +11,7 @@ import pytest
 import rows_probe
 from conftest import QUICK_COMPILE, ROOT, TINY_RUN, run
 from helpers import ended, free_port, start_hosts, wait_for_steps, wait_until, workers
-from local_task import GENERATE, task_writer
+from local_task import GENERATE
 
 from refusion_jax.checkpoints.directory import saved_steps
 from refusion_jax.cli.errors import UserError
@@ -125,9 +125,8 @@ def test_one_host_then_two_four_and_one_lose_nothing_where_each_is_killed(tmp_pa
 
 
 @pytest.mark.slow
-def test_two_processes_score_tasks_as_one(tmp_path, monkeypatch):
-    directory = task_writer(tmp_path, monkeypatch)(GENERATE)
-    flags = [*FLAGS, "--config.steps=6", "--config.eval.tasks=sums", f"--config.eval.include_path={directory}"]
+def test_two_processes_score_tasks_as_one(tmp_path, tasks):
+    flags = [*FLAGS, "--config.steps=6", "--config.eval.tasks=sums", f"--config.eval.include_path={tasks(GENERATE)}"]
     flags += ["--config.eval.limit=20"]
     flags += ["--config.eval.tasks_every=3", "--config.eval.decode=batch_size=8 slot_size=4"]
     run("train", *flags, f"--workdir={tmp_path}/one", devices=4)

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from conftest import SHARED, run, start
 from helpers import ended, evaluate_on_two, start_hosts, wait_until, workers
-from local_task import CHOICES, GENERATE, TEXTS, answers, evaluate, task_writer
+from local_task import CHOICES, GENERATE, TEXTS, answers, evaluate
 
 import refusion_jax
 from refusion_jax import UserError, load_model, load_tokenizer, log_likelihood
@@ -19,12 +19,6 @@ from refusion_jax.decoding import queue
 from refusion_jax.decoding.stops import Stops
 from refusion_jax.evaluation import benchmark
 from refusion_jax.evaluation.harness import EvaluatedModel
-
-
-@pytest.fixture
-def tasks(tmp_path, monkeypatch):
-    """Writes a task of our own into a directory that it returns."""
-    return task_writer(tmp_path, monkeypatch)
 
 
 @pytest.fixture(scope="module")

@@ -6,7 +6,6 @@ from pathlib import Path
 import pytest
 from conftest import run
 from helpers import tiny_qwen3, write_lines, write_tokenizer
-from local_task import task_writer
 
 from refusion_jax import load_model, load_tokenizer
 from refusion_jax.evaluation import benchmark
@@ -37,12 +36,12 @@ def checkpoint(tmp_path) -> Path:
 
 
 @pytest.fixture
-def directory(tmp_path, monkeypatch) -> Path:
+def directory(tmp_path, tasks) -> Path:
     """A task of ours with worked examples."""
     lines = [{"question": f"What is {i}?", "answer": f"It is {i}."} for i in range(10)]
     write_lines(tmp_path / "train.jsonl", lines[:5])
     write_lines(tmp_path / "test.jsonl", lines[5:])
-    return task_writer(tmp_path, monkeypatch)(TASK, data=tmp_path)
+    return tasks(TASK, data=tmp_path)
 
 
 @pytest.mark.parametrize("of_tokenizer", [None, "<|im_start|>"])

@@ -5,7 +5,7 @@ import json
 import pytest
 from conftest import TINY_RUN, run
 from helpers import evaluate_on_two
-from local_task import GENERATE, task_writer
+from local_task import GENERATE
 
 from refusion_jax import UserError, load_model, load_tokenizer
 from refusion_jax.evaluation import benchmark
@@ -69,13 +69,11 @@ def test_settings_that_scoring_has_no_use_for_are_refused(trained_run, prepared,
 
 
 @pytest.mark.parametrize("kind", ["loglikelihood_rolling", "multiple_choice"])
-def test_a_task_that_needs_an_unknown_likelihood_is_refused_before_anything_is_decoded(
-    unknown, tmp_path, monkeypatch, kind
-):
+def test_a_task_that_needs_an_unknown_likelihood_is_refused_before_anything_is_decoded(unknown, tasks, kind):
     text = GENERATE.split("generation_kwargs")[0].replace("generate_until", kind)
     if kind == "multiple_choice":
         text = text[: text.index("doc_to_target")] + 'doc_to_choice: ["1", "2"]\ndoc_to_target: 1\n'
-    plan = benchmark.Plan(["sums"], include_path=task_writer(tmp_path, monkeypatch)(text))
+    plan = benchmark.Plan(["sums"], include_path=tasks(text))
     lm = EvaluatedModel(load_model(unknown), load_tokenizer(unknown), name="tiny", method="dream", flags={})
     with pytest.raises(UserError, match="--tasks=sums: needs the likelihood of texts, which is not known for dream"):
         benchmark.check_requests(lm, plan, benchmark.load_tasks(plan))

@@ -1,14 +1,10 @@
 """The pinned task files: prompts, and whether right and wrong answers are told apart, on small data of our own."""
 
 import json
-import os
-
-import pytest
-
-os.environ["HF_HUB_OFFLINE"] = "1"  # before datasets is imported: nothing is asked of the network
 
 import datasets
 import lm_eval
+import pytest
 from lm_eval.api.model import LM
 from lm_eval.tasks import TaskManager
 

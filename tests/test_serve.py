@@ -12,7 +12,7 @@ import httpx
 import pytest
 from conftest import ROOT, serving
 from helpers import wait_until
-from local_task import CHOICES, GENERATE, evaluate, task_writer
+from local_task import CHOICES, GENERATE, evaluate
 from local_task import TEXTS as TEXTS_TASK
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -290,12 +290,11 @@ def test_a_prompt_begins_as_in_training_unless_the_client_says_otherwise(client,
 SUMS = GENERATE.replace("0.7", "0.0").replace(", decode: {{slot_size: 4, token_threshold: 0.3}}", "")
 
 
-def test_lm_eval_measures_over_http_what_evaluate_measures(address, library, tmp_path, monkeypatch):
+def test_lm_eval_measures_over_http_what_evaluate_measures(address, library, tmp_path, tasks):
     """By the command of the README: its own client, for which the server tokenizes, scores and decodes token ids."""
     model, tokenizer = library
-    write = task_writer(tmp_path, monkeypatch)
     for text in (SUMS, CHOICES, TEXTS_TASK):
-        directory = write(text)
+        directory = tasks(text)
         name = re.search("task: (.*)", text)[1]
         (directory / "task.yaml").rename(directory / f"{name}.yaml")
     (command,) = re.findall(r"^lm_eval .*", (ROOT / "refusion_jax/serving/README.md").read_text(), re.MULTILINE)

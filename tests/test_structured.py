@@ -206,9 +206,8 @@ def test_gaps_and_grammars_are_not_for_one_request(world):
 
 
 NESTED = functools.reduce(lambda inner, _: {"type": "array", "items": inner}, range(3000), {})
-HOSTILE = {
+REFUSED = {
     "a reference to itself": ("json", {"$ref": "#"}),
-    "an object that never ends": ("json", {"type": "object", "properties": {"a": {"$ref": "#"}}, "required": ["a"]}),
     "a file": ("json", {"$ref": "file:///etc/passwd"}),
     "another server": ("json", {"$ref": "http://127.0.0.1:9/schema"}),
     "nothing is valid": ("json", {"type": "string", "minLength": 5, "maxLength": 2}),
@@ -216,24 +215,27 @@ HOSTILE = {
     "unknown keyword": ("json", {"type": "array", "uniqueItems": True}),
     "a million words": ("json", {"enum": [f"{i:07}" for i in range(100_000)]}),
     "a deep schema": ("json", NESTED),
-    "long strings": ("json", {"type": "string", "minLength": 10**9}),
-    "many alternatives": ("json", {"anyOf": [{"type": "object", "properties": {"a" * i: {}}} for i in range(400)]}),
     "not JSON": ("json", "{"),
     "a list": ("json", "[1]"),
     "half an expression": ("regex", "(a"),
     "look-ahead": ("regex", "(?=a)b"),
     "back-reference": ("regex", r"(a)\1"),
+}
+FOLLOWED = {
+    "an object that never ends": ("json", {"type": "object", "properties": {"a": {"$ref": "#"}}, "required": ["a"]}),
+    "long strings": ("json", {"type": "string", "minLength": 10**9}),
+    "many alternatives": ("json", {"anyOf": [{"type": "object", "properties": {"a" * i: {}}} for i in range(400)]}),
     "many repetitions": ("regex", "(((a{100}){100}){100}){100}"),
     "exponential states": ("regex", "(a|b)*a(a|b){60}"),
     "nested stars": ("regex", "((a*)*)*b"),
 }
 
 
-@pytest.mark.parametrize("name", HOSTILE)
+@pytest.mark.parametrize("name", [*REFUSED, *FOLLOWED])
 def test_a_hostile_grammar_is_refused_in_one_sentence_or_followed_in_bounds(world, name):
     """What a stranger sends ends neither the process nor its patience: compiled and begun, or refused."""
     model, _, grammars = world
-    kind, given = HOSTILE[name]
+    kind, given = (REFUSED | FOLLOWED)[name]
     try:
         grammar = grammars.compile("field", kind, given)
         request = request_of(world, grammar, "ar", new=16)
@@ -246,12 +248,6 @@ def test_a_hostile_grammar_is_refused_in_one_sentence_or_followed_in_bounds(worl
         assert outcome.startswith("field: ")
     assert "\n" not in outcome
     assert len(outcome) < 400
-
-
-FOLLOWED = (
-    *("an object that never ends", "long strings", "many alternatives", "many repetitions"),
-    *("exponential states", "nested stars"),
-)
 
 
 # OpenAI's client and plain HTTP, at a server.

@@ -8,7 +8,7 @@ import jax
 import pytest
 from conftest import TINY_RUN, run, start
 from helpers import wait_for_steps
-from local_task import GENERATE, evaluate, task_writer
+from local_task import GENERATE, evaluate
 
 from refusion_jax import UserError, load_model, load_tokenizer
 from refusion_jax.checkpoints.run_directory import read_model_config
@@ -18,13 +18,6 @@ from refusion_jax.distributed.sharding import make_mesh
 from refusion_jax.training.metrics import read_metrics
 from refusion_jax.training.program import train_program
 from refusion_jax.training.task_scores import TaskScores
-
-
-@pytest.fixture
-def tasks(tmp_path, monkeypatch):
-    """Writes a task of our own into a directory that it returns."""
-    return task_writer(tmp_path, monkeypatch)
-
 
 SPLIT = ["--config.mesh.data=1", "--config.mesh.fsdp=2", "--config.mesh.sequence=2"]
 
