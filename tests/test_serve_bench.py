@@ -34,12 +34,6 @@ def test_requests_arrive_at_random_and_goodput_is_the_share_in_time(trained_run)
     assert 0 < load["first_ms"] <= load["whole_ms"]
 
 
-def test_what_cannot_be_served_is_refused_before_anything_is_started(trained_run):
-    for flag, said in (("--setup=ar", "--setup='ar': "), ("--clients=0", "--clients=0")):
-        _, err = run("bench", "serve", f"--checkpoint={trained_run}", flag, code=2)
-        assert said in err
-
-
 def test_clients_of_all_kinds_tell_wrong_answers_from_right_ones(monkeypatch):
     """Of a server that says something else to every fifth request, and refuses what is none."""
     asked, ticks = [], itertools.count()
