@@ -1,6 +1,6 @@
 """What the authors of other systems released: directories of their layout, and what their own code computes of them.
 
-releases.json holds what record_releases.py recorded.
+released_models.py says how releases.json was recorded.
 """
 
 import json
@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from conftest import causal, forward
 from etils import epath
-from record_releases import CAUSAL, EOS, FILE, MASK, ORDINARY, RECIPES, weights_of
+from released_models import CAUSAL, EOS, FILE, MASK, ORDINARY, RECIPES, weights_of
 from safetensors.numpy import save_file
 from test_huggingface import tensors
 
