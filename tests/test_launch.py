@@ -14,6 +14,7 @@ from conftest import QUICK_COMPILE, ROOT, TINY_RUN
 from helpers import computed, wait_for_steps
 
 from refusion_jax.training.events import account, read_events
+from refusion_jax.training.metrics import read_metrics
 
 PLACE = "--zone=us-east5-a"
 ALL = ["--node=all", "--worker=all"]
@@ -250,6 +251,8 @@ def test_a_machine_that_is_killed_and_taken_away_costs_nothing_but_time(gcloud, 
     assert [call[0] for call in calls(gcloud)].count("create") == 2
 
     assert computed(workdir) == computed(trained_run)
+    seconds = [record["seconds"] for record in read_metrics(workdir)]
+    assert seconds == sorted(seconds)
     spent = account(read_events(workdir))
     assert spent["sessions"] == 2
     assert spent["lost"] + spent["down"] > 0

@@ -2,11 +2,10 @@
 
 import json
 import shutil
-import signal
 
 import pytest
-from conftest import SHARED, TINY_RUN, run, start
-from helpers import computed, wait_for_steps, write_lines
+from conftest import SHARED, TINY_RUN, run
+from helpers import computed, write_lines
 
 from refusion_jax.checkpoints.directory import saved_steps
 from refusion_jax.training.events import read_events
@@ -16,13 +15,6 @@ KEYS = set(
     "step loss loss_ar loss_mdm loss_preference grad_norm learning_rate tokens tokens_per_second mfu seconds epoch "
     "skipped".split()
 )
-
-
-def kill_when(process, workdir, steps: int) -> None:
-    """Kills a running process as a preemption does, without notice, as soon as it has logged so many steps."""
-    wait_for_steps(process, workdir, steps)
-    process.send_signal(signal.SIGKILL)
-    process.communicate()
 
 
 def losses(workdir, first: int, last: int) -> float:
@@ -48,19 +40,6 @@ def test_a_complete_run_says_so_and_changes_nothing(trained_run):
     out, _ = run("train", *TINY_RUN, f"--workdir={trained_run}")
     assert f"training is complete: {trained_run} holds step 60 of 60" in out
     assert {p: p.stat().st_mtime_ns for p in trained_run.rglob("*")} == before
-
-
-def test_a_run_killed_twice_computes_what_a_straight_one_does(trained_run, tmp_path):
-    process = start("train", *TINY_RUN, f"--workdir={tmp_path}")
-    kill_when(process, tmp_path, 25)
-    assert read_metrics(tmp_path)[-1]["step"] < 60, "killed too late to show anything"
-    process = start("train", *TINY_RUN, f"--workdir={tmp_path}")
-    kill_when(process, tmp_path, 46)
-    out, _ = run("train", *TINY_RUN, f"--workdir={tmp_path}")
-    assert "step 0 of 60" not in out
-    assert computed(tmp_path) == computed(trained_run)
-    seconds = [record["seconds"] for record in read_metrics(tmp_path)]
-    assert seconds == sorted(seconds)
 
 
 def test_a_run_can_be_resumed_on_more_devices_and_with_accumulation(trained_run, tmp_path):
