@@ -47,6 +47,9 @@ GENERATE = ["generate", "--checkpoint={run}", "--output={dir}/out.jsonl"]
 ONE = ["generate", "--checkpoint={run}", "--prompt=x"]
 SERVE = ["serve", "--checkpoint={run}"]
 PREPARE = ["prepare", "--output={dir}/new", "--tokenizer={run}/tokenizer.model"]
+HEADLINE = ["bench", "headline", "--output={dir}/new"]
+PLAN = ["plan", "--config=configs/quickstart.py", "--topology=v5e:2x2"]
+DUMP = ["plan", "--hlo=none", "--topology=v5e:2x2"]
 
 BAD = {
     "unknown key": ([*TRAIN, NEW, "--config.learning_rat=1"], "--config.learning_rat is no config key; did you mean"),
@@ -216,6 +219,38 @@ BAD = {
     "texts beyond the model": ([*SERVE, "--decode.cache_length=99"], "--decode.cache_length=99: the model reads 64"),
     "decoder of another model": ([*SERVE, "--decode.method=apd"], "--decode.method=apd"),
     "setting of another decoder": ([*SERVE, "--decode.steps=3"], "--decode.steps=3: the decoder 'refusion' has only"),
+    "no place for a comparison": (["bench", "headline"], "--output=: name a directory"),
+    "comparison over a run": (["bench", "headline", "--output={run}"], "{run} is not empty, and holds no comparison"),
+    "comparison of nothing": ([*HEADLINE, "--systems=gan"], "--systems=gan: unknown; known: ar, "),
+    "comparison with no seed": ([*HEADLINE, "--systems=ar:0"], "=ar:0: after the colon, give a number of seeds from 1"),
+    "comparison at no rate": ([*HEADLINE, "--systems=ar:1:fast"], ":fast: after the seeds, give one learning rate abo"),
+    "comparison of a drafter": ([*HEADLINE, "--systems=dflash"], "--systems=dflash: unknown; known: ar, "),
+    "comparison without answers": (
+        [*HEADLINE, "--config=configs/quickstart.py"],
+        "data.path=tasks has no answers to check; families has",
+    ),
+    "comparison from another": (
+        [*HEADLINE, "--adapt_from=ar", "--systems=card"],
+        "--adapt_from=ar: is not among --systems=card",
+    ),
+    "comparison at no cost": ([*HEADLINE, "--speed_proxy=600x2"], "=600x2: must be a multiple of 128, x and"),
+    "drill over a run": (["drill", *TINY_RUN, "--workdir={run}"], "{run} holds checkpoints, which is of no drill"),
+    "drill of no kind": (["drill", *TINY_RUN, NEW, "--kinds=flood"], "--kinds=flood: unknown; known: kill, term,"),
+    "conversion over a run": (
+        ["convert", "--format=orbax", "--from={run}", "--to={run}"],
+        "exists; name a new directory",
+    ),
+    "measuring no GPU": (["bench", "gpu", "--output={dir}/new"], "--rehearse tries it"),
+    "rows for a decoder": (
+        [*PLAN, "--what=decode", "--rows_per_chip=64"],
+        "--rows_per_chip: is of no use with --what=decode",
+    ),
+    "decoding for training": ([*PLAN, "--decode.batch_size=4"], "--decode.batch_size: is of no use with --what=train"),
+    "a kind of foreign program": ([*DUMP, "--what=decode"], "--what: is of no use with --hlo"),
+    "decoding for a foreign program": (
+        [*DUMP, "--decode.batch_size=4"],
+        "--decode.batch_size: is of no use with --hlo",
+    ),
 } | {  # which every setup has of its own
     f"{flag} of bench {name}": (["bench", name, f"--{flag}=7"], f"Unknown command line flag '{flag}'")
     for name in ("authors", "decode")
@@ -227,10 +262,11 @@ BAD = {
 def test_bad_input_is_one_line_and_changes_nothing(case, files, trained_run):
     (command, *flags), said = BAD[case]
     before = contents(files, trained_run)
-    _, err = run(command, *(flag.format(run=trained_run, dir=files) for flag in flags), code=2)
+    out, err = run(command, *(flag.format(run=trained_run, dir=files) for flag in flags), code=2)
+    assert out == ""
     assert err.startswith("error: ")
     assert len(err.splitlines()) == 1, err
-    assert said.replace("{dir}", str(files)) in err
+    assert said.replace("{dir}", str(files)).replace("{run}", str(trained_run)) in err
     assert contents(files, trained_run) == before
 
 

@@ -35,9 +35,3 @@ def test_several_hosts_lose_one_another_their_disk_and_their_directory(tmp_path)
     lines = drill(tmp_path, "--faults=3", "--hosts=2", f"--kinds={kinds}")
     assert all(line["ok"] for line in lines if "fault" in line)
     assert all(line["equal"] for line in lines if "equal" in line)
-
-
-def test_a_kind_that_does_not_exist_is_refused(tmp_path):
-    _, err = run("drill", *FLAGS, f"--workdir={tmp_path / 'drill'}", "--kinds=flood", code=2)
-    assert "--kinds=flood: unknown; known: kill, term," in err
-    assert not (tmp_path / "drill").exists()

@@ -25,10 +25,6 @@ def test_what_does_not_fit_its_minutes_is_skipped_and_told(tmp_path):
     assert "A rehearsal" in (tmp_path / "out" / "section.md").read_text()
 
 
-def test_without_a_gpu_only_the_rehearsal_runs(tmp_path):
-    assert "--rehearse tries it" in run("bench", "gpu", f"--output={tmp_path}", code=2)[1]
-
-
 def test_a_part_that_fails_is_told_and_the_others_are_measured(tmp_path, monkeypatch, capsys):
     def breaks():
         raise RuntimeError("RESOURCE_EXHAUSTED: out | of\nmemory")

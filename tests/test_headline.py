@@ -145,34 +145,6 @@ def test_records_are_kept_and_config_keys_that_are_new_or_gone_make_no_other_com
         open_store(tmp_path / "all", {"keys": {"seed": 2}})
 
 
-@pytest.mark.parametrize(
-    ("given", "said"),
-    [
-        ([], "--output=: name a directory"),
-        (["--output={dir}", "--systems=gan"], "--systems=gan: unknown; known: ar, "),
-        (
-            ["--output={dir}", "--systems=ar:0"],
-            "--systems=ar:0: after the colon, give a number of seeds from 1 to 100",
-        ),
-        (
-            ["--output={dir}", "--systems=ar:1:fast"],
-            "--systems=ar:1:fast: after the seeds, give one learning rate above 0",
-        ),
-        (["--output={dir}", "--systems=dflash"], "--systems=dflash: unknown; known: ar, "),  # it needs a second model
-        (["--output={dir}", "--config=configs/quickstart.py"], "data.path=tasks has no answers to check; families has"),
-        (["--output={dir}", "--adapt_from=ar", "--systems=card"], "--adapt_from=ar: is not among --systems=card"),
-        (
-            ["--output={dir}", "--speed_proxy=600x2"],
-            "--speed_proxy=600x2: must be a multiple of 128, x and",
-        ),
-    ],
-)
-def test_bad_input_is_named_and_changes_nothing(given, said, tmp_path):
-    _, err = run("bench", "headline", *(flag.format(dir=tmp_path / "there") for flag in given), code=2)
-    assert re.search(said, err), err
-    assert not (tmp_path / "there").exists()
-
-
 def test_a_config_file_may_bring_a_system(tmp_path):
     config = tmp_path / "mine.py"
     config.write_text(

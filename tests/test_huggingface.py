@@ -337,12 +337,6 @@ def test_exports_may_be_read_by_whom_the_umask_says_and_others_are_told_what_sto
             Tensors(path)
 
 
-def test_what_is_there_is_not_overwritten(tmp_path):
-    source = saved(tmp_path / "theirs")
-    _, err = run("convert", "--format=orbax", f"--from={source}", f"--to={source}", code=2)
-    assert "theirs exists; name a new directory" in err
-
-
 MEASURE = """
 import sys, threading, time
 from pathlib import Path

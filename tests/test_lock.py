@@ -97,22 +97,11 @@ def test_a_second_training_is_refused_in_one_line_and_hurts_nothing(tmp_path):
     assert "start it again to resume" in out
 
 
-def test_a_drill_is_refused_where_another_one_runs_or_other_files_are(tmp_path, trained_run):
+def test_a_drill_is_refused_where_another_one_runs(tmp_path):
     with lock.file_lock(tmp_path / "drill"):
         _, err = run("drill", *TINY_RUN, f"--workdir={tmp_path}/drill", code=2)
     assert f"is in use by process {os.getpid()} on " in err
     assert [path.name for path in (tmp_path / "drill").iterdir()] == ["lock"]
-    before = sorted(trained_run.iterdir())
-    _, err = run("drill", *TINY_RUN, f"--workdir={trained_run}", code=2)
-    assert f"--workdir={trained_run} holds checkpoints, which is of no drill" in err
-    assert sorted(trained_run.iterdir()) == before
-
-
-def test_a_comparison_is_refused_where_other_files_are(trained_run):
-    before = sorted(trained_run.iterdir())
-    _, err = run("bench", "headline", f"--output={trained_run}", code=2)
-    assert f"--output={trained_run} is not empty, and holds no comparison" in err
-    assert sorted(trained_run.iterdir()) == before
 
 
 def test_a_conversion_writes_to_no_directory_that_another_is_writing_to(tmp_path, trained_run):

@@ -128,22 +128,6 @@ def test_a_setting_that_only_the_compiled_program_refuses_is_named_as_its_flag()
 
 
 @pytest.mark.parametrize(
-    ("flags", "said"),
-    [
-        ([CONFIG, "--what=decode", "--rows_per_chip=64"], "--rows_per_chip: is of no use with --what=decode"),
-        ([CONFIG, "--decode.batch_size=4"], "--decode.batch_size: is of no use with --what=train"),
-        (["--hlo=none", "--what=decode"], "--what: is of no use with --hlo"),
-        (["--hlo=none", "--decode.batch_size=4"], "--decode.batch_size: is of no use with --hlo"),
-    ],
-)
-def test_a_flag_that_this_kind_of_plan_has_no_use_for_is_refused(flags, said):
-    out, err = run("plan", *flags, "--topology=v5e:2x2", code=2)
-    assert not out
-    assert err.startswith(f"error: {said}")
-    assert len(err.splitlines()) == 1
-
-
-@pytest.mark.parametrize(
     ("rows_per_chip", "own", "tried"),
     [(1, 1, [1]), (3, 1, [3, 1]), (3, 3, [3, 1]), (6, 2, [6, 3, 2, 1]), (8, 1, [8, 4, 2, 1])],
 )
