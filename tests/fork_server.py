@@ -43,7 +43,10 @@ class ForkServer:
     def start(
         self, command: str, flags: list[str], environment: dict[str, str], directory: Path = ROOT, **how
     ) -> subprocess.Popen:
-        """`python -m refusion_jax.COMMAND`, under the limits of this process, in a session of its own."""
+        """`python -m refusion_jax.COMMAND`, under the limits of this process, in a session of its own.
+
+        The command -c is `python -c`: its first flag is a program.
+        """
         if self._process is None:
             self._socket, theirs = socket.socketpair()
             line = [sys.executable, __file__, str(theirs.fileno())]
@@ -177,7 +180,7 @@ def become(asked: dict, files: list[int]) -> NoReturn:
 
 
 def run(command: str, flags: list[str]) -> NoReturn:
-    """As `python -m refusion_jax.COMMAND` does, and ends the process.
+    """As `python -m refusion_jax.COMMAND` or `python -c` does, and ends the process.
 
     At the end threads are waited for and what is registered for it is done, but no module is taken apart: that would
     copy all memory that the fork shares with the server, four fifths of the time of a call that is refused.
@@ -188,7 +191,11 @@ def run(command: str, flags: list[str]) -> NoReturn:
     sys.dont_write_bytecode = False  # as it is unless a user says otherwise
     code = 0
     try:
-        runpy.run_module(f"refusion_jax.{command}", run_name="__main__", alter_sys=True)
+        if command == "-c":
+            sys.argv = [command, *flags[1:]]
+            exec(flags[0], {"__name__": "__main__"})
+        else:
+            runpy.run_module(f"refusion_jax.{command}", run_name="__main__", alter_sys=True)
     except SystemExit as end:
         code = end.code if isinstance(end.code, int) else int(end.code is not None)
     except BaseException:  # noqa: BLE001  which the interpreter would print

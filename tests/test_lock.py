@@ -2,12 +2,10 @@
 
 import os
 import signal
-import subprocess
-import sys
 import time
 
 import pytest
-from conftest import ROOT, TINY_RUN, run, start
+from conftest import TINY_RUN, run, start
 from etils import epath
 from helpers import wait_for_steps, wait_until
 
@@ -30,10 +28,7 @@ def test_a_second_holder_is_refused_until_the_first_leaves_or_is_killed(tmp_path
     directory = epath.Path(tmp_path)
     lock.check_free(directory)
     for sign in (signal.SIGKILL, signal.SIGINT):
-        holder = subprocess.Popen(
-            [sys.executable, "-c", HOLD, tmp_path], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
-        )
-        with holder:
+        with start("-c", HOLD, str(tmp_path)) as holder:
             holder.stdout.readline()
             for refused in (lambda: lock.check_free(directory), lock.locked(directory).__enter__):
                 with pytest.raises(UserError, match=rf"is in use by process {holder.pid} on .+, since 20\d\d-.*: wait"):

@@ -5,8 +5,6 @@ import http.server
 import re
 import signal
 import socket
-import subprocess
-import sys
 import threading
 from pathlib import Path
 
@@ -68,9 +66,8 @@ IN_A_FINALIZER = "type('Dying', (), {'__del__': lambda _: os.kill(os.getpid(), 1
 @pytest.mark.parametrize("moment", [IN_A_CALLBACK, IN_A_FINALIZER])
 def test_a_signal_is_heard_where_python_drops_exceptions(moment):
     program = "import gc, os, time; from refusion_jax.distributed.preemption import Preemption; Preemption();"
-    command = [sys.executable, "-c", f"{program} {moment}; time.sleep(600)"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
-    assert (done.returncode, done.stderr) == (preemption.EXIT_CODE, "")
+    _, err = run("-c", f"{program} {moment}; time.sleep(600)", code=preemption.EXIT_CODE)
+    assert err == ""
 
 
 @pytest.fixture

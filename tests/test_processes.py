@@ -4,10 +4,9 @@ import os
 import signal
 import socket
 import subprocess
-import sys
 
 import pytest
-from conftest import ROOT
+from conftest import FORKS
 from helpers import free_port
 
 PROGRAM = """
@@ -33,7 +32,7 @@ def start(port: int, index: int, count: int = 3, seconds: float = 300) -> subpro
     env = os.environ | {"JAX_COORDINATOR_ADDRESS": f"localhost:{port}", "JAX_NUM_PROCESSES": str(count)}
     env |= {"JAX_PROCESS_ID": str(index), "XLA_FLAGS": ""}
     pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
-    return subprocess.Popen([sys.executable, "-c", PROGRAM, str(seconds)], cwd=ROOT, env=env, text=True, **pipes)
+    return FORKS.start("-c", [PROGRAM, str(seconds)], env, text=True, **pipes)
 
 
 @pytest.fixture
