@@ -87,9 +87,7 @@ def model():
 @pytest.fixture(scope="module")
 def served(model, key):
     """(the service, a proxy before it)."""
-    service = LayerService(
-        3, stamp_of(model), lambda first: part_of(model, first, 3), 1 << 30, lambda: choice.Machine(0.0, 0.0)
-    )
+    service = LayerService(reader_of(model), model.config, 1 << 30, "float32")
     listening = socket.create_server(("127.0.0.1", 0))
     tls = frames.secured(key, is_server=True)
     threading.Thread(target=service.listen, args=(listening, tls), daemon=True).start()

@@ -20,11 +20,8 @@ from refusion_jax.checkpoints.load import open_weights, read_model_config
 from refusion_jax.cli import command
 from refusion_jax.cli.errors import UserError
 from refusion_jax.distributed.compiled_code import keep_for_user
-from refusion_jax.model.shape import ModelConfig
 from refusion_jax.serving.address import listen
 from refusion_jax.split import frames
-from refusion_jax.split.choice import measure
-from refusion_jax.split.parts import Reader, fingerprint, load_part
 from refusion_jax.split.service import LayerService
 
 
@@ -56,25 +53,13 @@ def main(own: flags.FlagValues) -> None:
     listening = listen(own.host, own.port)
     keep_for_user(own.compilation_cache)
     read, config = open_weights(own.checkpoint), read_model_config(epath.Path(own.checkpoint))
-    service = service_of(read, config, int(own.memory * 2**30), own.dtype, own.weights, own.cache)
+    service = LayerService(read, config, int(own.memory * 2**30), own.dtype, own.weights, own.cache)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     command.say(f"serving the last layers of {own.checkpoint} at {own.host}:{listening.getsockname()[1]}")
     try:
         service.listen(listening, tls)
     finally:
         command.say(f"at most {peak_memory():.0f} MiB of memory")
-
-
-def service_of(read: Reader, config: ModelConfig, memory: int, dtype: str, weights: str, cache: str) -> LayerService:
-    """The service of a stored model, with so many bytes for the caches of all devices; see `load_part`."""
-    L, precision = config.num_hidden_layers, (dtype, weights, cache)
-    return LayerService(
-        layers=L,
-        stamp=fingerprint(read, config, dtype),
-        load=lambda first: load_part(read, config, first, L, *precision),
-        memory=memory,
-        measure=lambda: measure(config, *precision),
-    )
 
 
 def peak_memory() -> float:

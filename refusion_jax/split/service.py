@@ -5,15 +5,15 @@ import socket
 import ssl
 import threading
 import time
-from collections.abc import Callable
 
 from refusion_jax.cli.errors import UserError, first_line
-from refusion_jax.model.transformer import Transformer
+from refusion_jax.model.shape import ModelConfig
 from refusion_jax.split import frames
 from refusion_jax.split.batching import Batches
-from refusion_jax.split.choice import Machine
+from refusion_jax.split.choice import measure
 from refusion_jax.split.codec import CODECS
 from refusion_jax.split.model import Upper
+from refusion_jax.split.parts import Reader, fingerprint, load_part
 from refusion_jax.split.session import DeviceSession
 
 _MOST_CONNECTIONS = 64
@@ -24,23 +24,14 @@ _KEEP = 600  # seconds for which a session is kept without a connection
 class LayerService:
     """Serves all devices."""
 
-    def __init__(
-        self,
-        layers: int,
-        stamp: bytes,
-        load: Callable[[int], Transformer],
-        memory: int,
-        measure: Callable[[], Machine],
-    ):
-        """Loads nothing before a device comes.
+    def __init__(self, read: Reader, config: ModelConfig, memory: int, *precision: str):
+        """Loads nothing of the model before a device comes.
 
-        Args:
-          layers, stamp: of the whole model, see `parts.fingerprint`.
-          load: (layers of a device) -> the part of the model after them.
-          memory: bytes for the caches of all sessions.
-          measure: how fast a layer is here, for devices that ask: see `choice.measure`.
+        The caches of all sessions may take `memory` bytes; the others, of which `precision` is dtype, weights and
+        cache, are as for `load_part`.
         """
-        self._layers, self._stamp, self._load, self._memory, self._measure = layers, stamp, load, memory, measure
+        self._read, self._config, self._memory, self._precision = read, config, memory, precision
+        self._stamp = fingerprint(read, config, precision[0])
         self._uppers: dict[int, Upper] = {}
         self._sessions: dict[bytes, DeviceSession] = {}
         self._lock, self._loading = threading.Lock(), threading.Lock()
@@ -108,13 +99,13 @@ class LayerService:
             raise UserError(f"it speaks version {hello.version}, the server {frames.VERSION}")
         if hello.stamp != self._stamp:
             raise UserError("it has another model, or another --dtype")
-        if hello.layers >= self._layers:
-            raise UserError(f"--layers={hello.layers}: the model has {self._layers}")
+        if hello.layers >= self._config.num_hidden_layers:
+            raise UserError(f"--layers={hello.layers}: the model has {self._config.num_hidden_layers}")
         if hello.codec not in CODECS:
             raise UserError(f"--codec={hello.codec[:20]}: unknown")
 
     def _be_measured(self, connection: socket.socket) -> None:
-        machine = self._measure()
+        machine = measure(self._config, *self._precision)
         frames.send(connection, frames.Welcome(0, machine.fixed, machine.each))
         while True:
             probe, _ = frames.receive(connection)
@@ -130,7 +121,8 @@ class LayerService:
                 with self._lock:
                     used = [each.upper for each in self._sessions.values()]
                 self._uppers = {at: each for at, each in self._uppers.items() if each in used}
-                upper = self._uppers[hello.layers] = Upper(self._load(hello.layers))
+                layers = hello.layers, self._config.num_hidden_layers
+                upper = self._uppers[hello.layers] = Upper(load_part(self._read, self._config, *layers, *self._precision))
         with self._lock:
             now = time.monotonic()
             for name in [name for name, each in self._sessions.items() if now - each.seen > _KEEP]:
