@@ -1,9 +1,7 @@
 """Source files of every kind, read whole or in splits."""
 
-import os
 import random
 import re
-import signal
 import subprocess
 import sys
 
@@ -25,15 +23,6 @@ def test_a_directory_with_a_link_to_one_above_is_read_once(tmp_path):
     (tmp_path / "in" / "aside").symlink_to(tmp_path / "in" / "below")  # is another name, which the user gave
     found = find_files(str(tmp_path / "in"))
     assert found == [str(tmp_path / "in" / name / "a.jsonl") for name in ("aside", "below")]
-
-
-def test_what_is_no_file_of_a_directory_is_not_waited_for(tmp_path):
-    os.mkfifo(tmp_path / "a.parquet")
-    signal.alarm(60)  # which ends a process that waits
-    (path,) = find_files(str(tmp_path))
-    (bad,) = [example for part in splits_of(path, 100) for example in read(part, Fields())]
-    signal.alarm(0)
-    assert bad.reason == "the file is empty"
 
 
 def test_every_kind_of_file_gives_the_same_examples_whole_or_in_pieces(tmp_path):

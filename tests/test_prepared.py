@@ -190,7 +190,7 @@ def test_damage_is_found(tokenizer_file, tmp_path):
     with pytest.raises(UserError, match="rows-00000.array_record: the checksum is not the manifest's"):
         verify(str(tmp_path / "out"))
     file.write_bytes(bytes(len(whole)))
-    with pytest.raises(UserError, match="rows-00000.array_record is damaged: .*; prepare the data again"):
+    with pytest.raises(UserError, match="rows-00000.array_record cannot be read: "):
         PreparedRows(str(tmp_path / "out"))
     file.write_bytes(whole[:-1])
     with pytest.raises(UserError, match=r"rows-00000.array_record has \d+ bytes instead of"):
@@ -205,16 +205,8 @@ def test_a_file_that_may_not_be_read_is_not_missing(prepared):
         os.chmod(directory, 0o755)
         shutil.copytree(prepared / "a", f"{directory}/a")
         next(Path(directory).glob("a/rows-*")).chmod(0)
-        with unprivileged(), pytest.raises(UserError, match="array_record cannot be read: Permission denied"):
+        with unprivileged(), pytest.raises(UserError, match="array_record cannot be read: .*Permission denied"):
             PreparedRows(f"{directory}/a")
-
-
-def test_rows_that_the_manifest_describes_otherwise_are_named(prepared, tmp_path):
-    shutil.copytree(prepared / "a", tmp_path / "a")
-    manifest = json.loads((tmp_path / "a" / "manifest.json").read_text())
-    (tmp_path / "a" / "manifest.json").write_text(json.dumps(manifest | {"token_bytes": 4}))
-    with pytest.raises(UserError, match="a: row 0 is not as manifest.json says"):
-        PreparedRows(str(tmp_path / "a"))[0]
 
 
 def test_files_of_other_rows_than_the_manifest_counts_are_named_before_a_run_begins(prepared, tmp_path):
@@ -277,13 +269,6 @@ def test_a_row_can_be_looked_at(prepared):
         _, err = run("inspect_data", *place, code=2)
         assert f"{place[1]}: " in err
         assert len(err.splitlines()) == 1
-
-
-def test_a_path_that_is_not_utf8_is_named(prepared, tmp_path):
-    path = f"{tmp_path}/a\udcff"
-    shutil.copytree(prepared / "a", path)
-    with pytest.raises(UserError, match="a\udcff: its path is not UTF-8"):
-        PreparedRows(path)
 
 
 def test_several_prepared_directories_are_held_out_together(prepared, tmp_path):
