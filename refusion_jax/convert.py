@@ -130,8 +130,6 @@ def main() -> None:
         else:
             to_huggingface(source, partial, dtype)
         if partial != target:
-            if target.exists():
-                raise UserError(f"--to={target} has been made by somebody else meanwhile; name a new directory")
             partial.rename(target)
     except BaseException:
         remove(partial)

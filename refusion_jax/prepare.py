@@ -186,10 +186,7 @@ def _filters(flag: dict[str, Any]) -> FilterSettings:
     files = {}
     for name in ("decontaminate", "blocked_urls"):
         found = [path for pattern in flag[name] for path in find_files(pattern) or [pattern]]
-        try:
-            files[name] = tuple((path, file_checksum(path)) for path in found)
-        except OSError as error:
-            raise UserError(f"--{name}: {error.filename}: {error.strerror}") from error
+        files[name] = tuple((path, file_checksum(path)) for path in found)
     settings = FilterSettings(tuple(flag["filters"]), tuple(flag["languages"]), **files)
     Filters(settings)  # tells what is wrong with them before anything is written
     return settings

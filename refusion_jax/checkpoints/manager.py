@@ -162,11 +162,8 @@ class Checkpoints:
         whole = [step for step in saved_steps(self._directory.parent) if step <= newest and step not in self.skipped]
         passed = [step for step in self.skipped if step < newest]
         for step in [*whole[: -self._keep], *passed]:
-            try:
-                remove_step(self._directory / str(step))
-                self.skipped.pop(step, None)
-            except Exception as error:  # noqa: BLE001  each store has errors of its own
-                logging.warning("checkpoint %d cannot be removed: %s", step, first_line(error))
+            remove_step(self._directory / str(step))
+            self.skipped.pop(step, None)
 
     def restore(self, target: TrainState, start_over: bool = False) -> tuple[TrainState, dict[str, Any]] | None:
         """The newest whole checkpoint, or None where there is none at all. `skipped` says why newer ones were not read.

@@ -31,7 +31,7 @@ class LayerService:
         cache, are as for `load_part`.
         """
         self._read, self._config, self._memory, self._precision = read, config, memory, precision
-        self._stamp = fingerprint(read, config, precision[0])
+        self._layers, self._stamp = config.num_hidden_layers, fingerprint(read, config, precision[0])
         self._uppers: dict[int, Upper] = {}
         self._sessions: dict[bytes, DeviceSession] = {}
         self._lock, self._loading = threading.Lock(), threading.Lock()
@@ -99,8 +99,8 @@ class LayerService:
             raise UserError(f"it speaks version {hello.version}, the server {frames.VERSION}")
         if hello.stamp != self._stamp:
             raise UserError("it has another model, or another --dtype")
-        if hello.layers >= self._config.num_hidden_layers:
-            raise UserError(f"--layers={hello.layers}: the model has {self._config.num_hidden_layers}")
+        if hello.layers >= self._layers:
+            raise UserError(f"--layers={hello.layers}: the model has {self._layers}")
         if hello.codec not in CODECS:
             raise UserError(f"--codec={hello.codec[:20]}: unknown")
 
@@ -121,8 +121,8 @@ class LayerService:
                 with self._lock:
                     used = [each.upper for each in self._sessions.values()]
                 self._uppers = {at: each for at, each in self._uppers.items() if each in used}
-                layers = hello.layers, self._config.num_hidden_layers
-                upper = self._uppers[hello.layers] = Upper(load_part(self._read, self._config, *layers, *self._precision))
+                part = load_part(self._read, self._config, hello.layers, self._layers, *self._precision)
+                upper = self._uppers[hello.layers] = Upper(part)
         with self._lock:
             now = time.monotonic()
             for name in [name for name, each in self._sessions.items() if now - each.seen > _KEEP]:
