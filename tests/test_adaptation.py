@@ -301,19 +301,13 @@ def test_thinking_is_as_in_training_for_whoever_reads_the_tokenizer_again(source
         load_tokenizer_file(write_tokenizer(tmp_path / "plain", chat_template=None), "<mask>", "true")
 
 
-def test_without_a_template_a_prompt_is_bos_and_its_text(tmp_path):
-    tokenizer = FastTokenizer(write_tokenizer(tmp_path, chat_template=None, bos_token="<|endoftext|>"), "<mask>")
-    bos = tokenizer.bos_id
-    assert tokenizer.encode_prompts(["number", None]) == [[bos, *tokenizer.encode(["number"])[0]], [bos]]
-
-
-@pytest.mark.parametrize("adds", [True, False])
-def test_a_bos_token_that_is_named_begins_texts_only_where_they_begin_so_in_transformers(tmp_path, adds):
+@pytest.mark.parametrize(("changes", "adds"), [({}, 1), ({"add_bos_token": True}, 1), ({"add_bos_token": False}, 0)])
+def test_a_bos_token_that_is_named_begins_texts_only_where_they_begin_so_in_transformers(tmp_path, changes, adds):
     """SmolLM2's and LLaDA's files name one that does not."""
-    path = write_tokenizer(tmp_path, chat_template=None, bos_token="<|endoftext|>", add_bos_token=adds)
+    path = write_tokenizer(tmp_path, chat_template=None, bos_token="<|endoftext|>", **changes)
     tokenizer = FastTokenizer(path, "<mask>")
     begun = [tokenizer.bos_id] * adds
-    assert tokenizer.encode_prompts(["number"]) == [begun + tokenizer.encode(["number"])[0]]
+    assert tokenizer.encode_prompts(["number", None]) == [begun + tokenizer.encode(["number"])[0], begun]
     assert (tokenizer.bos_id >= 0) == adds
 
 

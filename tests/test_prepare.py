@@ -383,25 +383,6 @@ def test_workers_need_no_jax():
     assert subprocess.run([sys.executable, "-c", script], cwd=ROOT).returncode == 0
 
 
-LENGTHS = {
-    # Like short questions with worked answers: a median of about 160 tokens.
-    "GSM8K-like": lambda rng, n: np.clip(rng.lognormal(5.1, 0.4, n), 40, 600),
-    "long tail": lambda rng, n: np.clip(20 * (1 + rng.pareto(0.8, n)), 1, 4096),
-}
-
-
-@pytest.mark.parametrize("kind", LENGTHS)
-@pytest.mark.parametrize("row_length", [1024, 4096])
-def test_packed_rows_are_99_percent_full(kind, row_length):
-    from refusion_jax.data.packing import fit
-
-    lengths = np.minimum(LENGTHS[kind](np.random.default_rng(0), 20_000), row_length).astype(int).tolist()
-    rows = fit(lengths, row_length)
-    assert sum(lengths) / (len(rows) * row_length) >= 0.99
-    assert sorted(i for row in rows for i in row) == list(range(20_000))
-    assert all(sum(lengths[i] for i in row) <= row_length for row in rows)
-
-
 def test_a_manifest_that_is_not_ours_is_one_line(tmp_path):
     for content in ("", "[]", "{}", '{"format": 1, "shards": []}', '{"shards": [{}]}'):
         (tmp_path / "manifest.json").write_text(content)
