@@ -39,9 +39,8 @@ from refusion_jax.distributed.compiled_code import keep_for_user
 from refusion_jax.distributed.storage import write_file
 from refusion_jax.model.shape import ModelConfig
 from refusion_jax.split import choice, frames
-from refusion_jax.split.channel import SessionLost
 from refusion_jax.split.codec import CODECS
-from refusion_jax.split.link import Link
+from refusion_jax.split.link import Link, SessionLost
 from refusion_jax.split.model import SplitBatch, SplitModel
 from refusion_jax.split.parts import fingerprint, load_part
 from refusion_jax.split.server import check_given, define_shared, peak_memory

@@ -1,11 +1,19 @@
 """The device's end of the link: what a split model and its batches tell the server, and what comes back.
 
-Messages that the server need not answer are not waited for.
+Messages that the server need not answer are not waited for. All are numbered: when the connection breaks, it is made
+again, the server says which message it dealt with last, and those after it are sent again. So none is lost, none is
+dealt with twice, and an answer goes on where it was.
 
 Axes: B rows, T tokens, D hidden size, n tokens that cross.
 """
 
+import contextlib
 import dataclasses
+import os
+import secrets
+import socket
+import ssl
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,34 +21,57 @@ from typing import Any
 import jax
 import numpy as np
 
+from refusion_jax.cli.errors import Failure, UserError, first_line
 from refusion_jax.split import frames
-from refusion_jax.split.channel import Channel
 from refusion_jax.split.codec import CODECS
 from refusion_jax.split.model import Packing
 
+_RETRY = 0.2  # seconds between two attempts to connect
 
-class Link(Channel):
+
+class SessionLost(Failure):
+    """The server has forgotten what it was sent."""
+
+
+class Link:
     """Where a device sends hidden states, and gets them back. Nothing is raised inside a forward pass: see `check`."""
 
     def __init__(self, address: tuple[str, int], key: Path, stamp: bytes, layers: int, codec: str, patience: float):
         """Connects a device that has so many layers of the model with this stamp, see `parts.fingerprint`.
 
-        The codec, one of CODECS, is for both directions. The others, and what is raised, are those of `Channel`.
+        The key is held by both sides; the codec, one of CODECS, is for both directions. A lost server must be back, and
+        must answer, within the patience, in seconds.
+
+        Raises:
+          UserError: where the server refuses this device.
+          Failure: where it is not to be reached.
         """
-        super().__init__(address, key, frames.Hello(frames.VERSION, stamp, layers, codec, b"", 0), patience)
+        self._address, self._tls, self._patience = address, frames.secured(key, is_server=False), patience
+        self._hello = frames.Hello(frames.VERSION, stamp, layers, codec, b"", 0)
+        self._connection: ssl.SSLSocket | None = None
+        self.sent = self.received = 0  # bytes of frames
         self.round_trips = 0  # results that were waited for
         self.crossed = self.crossed_exactly = 0  # bytes of hidden states, and what they would be in their own dtype
         self.fed = 0  # tokens of forwards whose results were waited for
         self.begin()
 
     def begin(self, codec: str = "") -> None:
-        """A new session, of the same codec unless one is named; the counts go on."""
-        self._hello = dataclasses.replace(self._hello, codec=codec or self._hello.codec)
-        self._codec = CODECS[self._hello.codec]
+        """A new session, of the same codec unless one is named; the counts go on. Raises as the constructor."""
+        codec = codec or self._hello.codec
+        self._hello = dataclasses.replace(self._hello, session=secrets.token_bytes(16), codec=codec)
+        self._codec = CODECS[codec]
+        self._number = self._last = 0  # of the last message, and of the last result
+        self._unconfirmed: list[frames.Message] = []
         self._waiting: tuple | None = None  # a forward pass of which it is not known whether its result is wanted
         self._given: np.ndarray | None = None  # of the rows that are being filled: their given tokens
         self.failure: Exception | None = None
-        super().begin()
+        self.server: frames.Welcome = self._reach()
+
+    def close(self) -> None:
+        """Tells the server to forget this session, and closes the connection."""
+        with contextlib.suppress(OSError):
+            frames.send(self._connection, frames.Bye(self._number))
+        self._connection.close()
 
     def check(self) -> None:
         """Raises what went wrong since the last call: the forwards since then mean nothing."""
@@ -71,6 +102,13 @@ class Link(Channel):
         out = self._attempt(self._fetch, shape, packing)
         return np.zeros(shape.shape, shape.dtype) if out is None else out
 
+    def probe(self, up: int, down: int) -> float:
+        """Seconds until the server has received so many bytes, and its answer of so many has come."""
+        began = time.perf_counter()
+        frames.send(self._connection, frames.Probe(down, bytes(up)))
+        frames.receive(self._connection)
+        return time.perf_counter() - began
+
     def _attempt(self, function: Callable, *arguments: Any) -> Any:
         """Calls a function, unless something went wrong before: an exception is kept for `check`."""
         if not self.failure:
@@ -87,11 +125,11 @@ class Link(Channel):
 
     def _tell(self, message: frames.Message) -> None:
         self._flush()
-        self.post(message)
+        self._post(message)
 
     def _fetch(self, shape: jax.ShapeDtypeStruct, packing: Packing) -> np.ndarray:
         *_, index, fed = self._waiting
-        result = self.result(self._flush(is_wanted=True))
+        result = self._result(self._flush(is_wanted=True))
         self.round_trips += 1
         self.fed += int(fed.sum())
         is_fed = np.arange(packing.width)[None] < fed[:, None]
@@ -123,11 +161,80 @@ class Link(Channel):
             visible=b"" if is_causal else np.packbits(visible).tobytes(),
             tokens=content,
         )
-        return self.post(forward)
+        return self._post(forward)
 
     def _count(self, content: bytes, x: np.ndarray) -> None:
         self.crossed += len(content)
         self.crossed_exactly += x.nbytes
+
+    def _post(self, message: frames.Message) -> int:
+        """Sends a message, and returns its number; an answer is not waited for."""
+        self._number += 1
+        message = dataclasses.replace(message, number=self._number)
+        self._unconfirmed.append(message)
+        try:
+            self.sent += frames.send(self._connection, message)
+        except OSError:
+            self._reach()
+        return self._number
+
+    def _result(self, number: int) -> frames.Result:
+        """The result of a message; UserError where the server refuses to go on."""
+        while True:
+            try:
+                message, size = frames.receive(self._connection)
+            except OSError:
+                self._reach()
+                continue
+            self.received += size
+            if isinstance(message, frames.Refused):
+                raise UserError(f"the server refuses to go on: {message.why}")
+            if not isinstance(message, frames.Result) or message.number > number:
+                raise frames.FrameError("the server sent what it was not asked for")
+            if message.number == number:
+                self._last = number
+                self._unconfirmed = [each for each in self._unconfirmed if each.number > number]
+                return message
+
+    def _reach(self) -> frames.Welcome:
+        """Connects, again if need be, and sends what the server has not dealt with."""
+        is_first = self._connection is None
+        until, why = time.monotonic() + (0 if is_first else self._patience), None
+        while True:
+            if self._connection:
+                self._connection.close()
+            try:
+                return self._connect()
+            except ssl.SSLCertVerificationError as error:
+                raise UserError("the server has another --key") from error
+            except (UserError, Failure):
+                self._connection.close()
+                raise
+            except OSError as error:
+                why = why or error
+                if time.monotonic() > until:
+                    where = "{}:{}".format(*self._address)
+                    told = os.strerror(why.errno) if why.errno and why.errno > 0 else first_line(why)
+                    raise Failure(f"the server at {where} is not to be reached: {told}") from error
+                time.sleep(_RETRY)
+
+    def _connect(self) -> frames.Welcome:
+        plain = socket.create_connection(self._address, timeout=min(10, self._patience))
+        plain.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._connection = self._tls.wrap_socket(plain)
+        frames.send(self._connection, dataclasses.replace(self._hello, last=self._last))
+        self._connection.settimeout(self._patience)
+        message, _ = frames.receive(self._connection)
+        if isinstance(message, frames.Refused):
+            raise UserError(f"the server refuses this device: {message.why}")
+        if not isinstance(message, frames.Welcome):
+            raise frames.FrameError("the server did not introduce itself")
+        if message.last < self._number - len(self._unconfirmed):
+            raise SessionLost("the server has forgotten what it was sent")
+        for each in self._unconfirmed:
+            if each.number > message.last:
+                self.sent += frames.send(self._connection, each)
+        return message
 
 
 def _packed(packing: Packing, index: np.ndarray, is_fed: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
