@@ -110,8 +110,6 @@ def _prepared_rows(config: ml_collections.ConfigDict, path: str, tokenizer: Toke
         )
     if rows.manifest.tokenizer != tokenizer_hash(tokenizer):
         raise UserError(f"{path} was made with another tokenizer than {whose}; prepare it again with that one")
-    if len(rows):
-        rows[0]  # tells whether the manifest is that of the files, before a run's directory is made
     return rows
 
 
