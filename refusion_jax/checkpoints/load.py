@@ -2,7 +2,7 @@
 
 import functools
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -13,7 +13,7 @@ from flax import nnx
 
 from refusion_jax.checkpoints import checksums, run_directory
 from refusion_jax.checkpoints.directory import find_step
-from refusion_jax.checkpoints.weights import open_params, restore_params, stored_dtype
+from refusion_jax.checkpoints.weights import Reader, open_params, restore_params, stored_dtype
 from refusion_jax.cli.errors import SettingError, UserError, naming
 from refusion_jax.data.fast_tokenizer import find_tokenizer_file, first_difference, load_tokenizer_file
 from refusion_jax.data.interface import Tokenizer
@@ -140,13 +140,10 @@ def load_params(path: epath.Path, target: dict[str, Any]) -> dict[str, Any]:
     return _merge(lora, combine(lora.without_adapters(trained), load_params(base, target)), trained, target)
 
 
-def open_weights(path: epath.PathLike) -> Callable[[tuple[str, ...], slice], np.ndarray]:
+def open_weights(path: epath.PathLike) -> Reader:
     """Reads a part of one weight at a time, so that a part of a model takes no memory for the rest of it.
 
     Of a run with adapters, or a directory of adapters, all weights are in memory. The path is as for `load_model`.
-
-    Returns:
-      (path of a weight in the tree, entries of its first axis) -> these entries, in any dtype.
     """
     path = epath.Path(path)
     target = abstract_transformer(read_model_config(path), "float32", make_mesh({}, jax.devices()[:1]))[1]
@@ -157,7 +154,7 @@ def open_weights(path: epath.PathLike) -> Callable[[tuple[str, ...], slice], np.
     return reader_of(load_model(path))
 
 
-def reader_of(model: Transformer) -> Callable[[tuple[str, ...], slice], np.ndarray]:
+def reader_of(model: Transformer) -> Reader:
     """A reader as `open_weights` returns it, of a model in memory."""
     params = nnx.to_pure_dict(nnx.state(model))
     return lambda name, part: np.asarray(functools.reduce(operator.getitem, name, params)[part])

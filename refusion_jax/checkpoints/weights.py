@@ -14,6 +14,9 @@ from refusion_jax.checkpoints.writer import Items, make_checkpointer, silence_or
 from refusion_jax.cli.errors import UserError, first_line
 from refusion_jax.distributed.storage import absolute
 
+# (path of a weight in the tree, entries of its first axis) -> these entries, in any dtype
+Reader = Callable[[tuple[str, ...], slice], np.ndarray]
+
 
 def restore_params(path: epath.Path, target: Any) -> Any:
     """Weights of the newest step, or of the step that is named, with the shapes, dtypes and shardings of a target."""
@@ -26,14 +29,11 @@ def restore_params(path: epath.Path, target: Any) -> Any:
         raise UserError(f"{directory} cannot be read: {first_line(error)}") from error
 
 
-def open_params(path: epath.Path, target: Any) -> Callable[[tuple[str, ...], slice], np.ndarray]:
+def open_params(path: epath.Path, target: Any) -> Reader:
     """Reads weights of the newest step, or of the step that is named, a part of one at a time.
 
     Memory is taken by the stored chunks that hold the part: by one whole weight, where it was written by one device.
     The path is as for `find_step`; `target` has the shapes.
-
-    Returns:
-      (path of a weight in the tree, entries of its first axis) -> these entries, as they are stored.
     """
     directory, context = _find_params(path, target), ocp.type_handlers.get_ts_context(use_ocdbt=True)
 

@@ -3,17 +3,16 @@
 import dataclasses
 import hashlib
 import math
-from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from refusion_jax.checkpoints.weights import Reader
 from refusion_jax.model.shape import ModelConfig
 from refusion_jax.model.transformer import Transformer, rounded_weight
 
-Reader = Callable[[tuple[str, ...], slice], np.ndarray]  # see `checkpoints.load.open_weights`
 _STACKS = ("dense_layers", "layers")  # of the weights of a model, in order
 _HASHED = 4096  # values of each weight
 

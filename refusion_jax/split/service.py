@@ -6,6 +6,7 @@ import ssl
 import threading
 import time
 
+from refusion_jax.checkpoints.weights import Reader
 from refusion_jax.cli.errors import UserError, first_line
 from refusion_jax.model.shape import ModelConfig
 from refusion_jax.split import frames
@@ -13,7 +14,7 @@ from refusion_jax.split.batching import Batches
 from refusion_jax.split.choice import measure
 from refusion_jax.split.codec import CODECS
 from refusion_jax.split.model import Upper
-from refusion_jax.split.parts import Reader, fingerprint, load_part
+from refusion_jax.split.parts import fingerprint, load_part
 from refusion_jax.split.session import DeviceSession
 
 _MOST_CONNECTIONS = 64
