@@ -28,7 +28,7 @@ from refusion_jax.data.fast_tokenizer import load_tokenizer_file
 from refusion_jax.data.manifest import read_manifest
 from refusion_jax.data.preparation import Preparation, plan_chunks
 from refusion_jax.data.prepared import PreparedRows
-from refusion_jax.data.rows import check_row, decode_row, encode_row
+from refusion_jax.data.rows import decode_row, encode_row
 from refusion_jax.data.shards import PrepareSettings, Worker
 from refusion_jax.data.tokenizer import MASK_PIECE, SentencePieceTokenizer
 from refusion_jax.data.workers import Processes
@@ -101,7 +101,7 @@ def contents(directory):
 
 
 @hypothesis.given(st.lists(st.tuples(st.integers(0, 9), st.integers(1, 9)), min_size=1, max_size=9), st.booleans())
-def test_a_row_is_read_as_it_was_written_and_its_checksum_tells_any_other(parts, is_wide):
+def test_a_row_is_read_as_it_was_written(parts, is_wide):
     lengths, prompts = [p + r for p, r in parts], [p for p, _ in parts]
     dtype, T = np.dtype("<u4" if is_wide else "<u2"), sum(lengths) + 3
     tokens = np.arange(1, sum(lengths) + 1).astype(dtype)
@@ -110,11 +110,6 @@ def test_a_row_is_read_as_it_was_written_and_its_checksum_tells_any_other(parts,
     assert row["tokens"].tolist() == [*range(1, sum(lengths) + 1), 0, 0, 0]
     assert row["segment_ids"].tolist() == [i for i, n in enumerate(lengths, 1) for _ in range(n)] + [0] * 3
     assert row["is_response"].tolist() == [x for p, r in parts for x in [False] * p + [True] * r] + [False] * 3
-    check_row(record, "here")
-    damaged = bytearray(record)
-    damaged[len(record) // 2] ^= 1
-    with pytest.raises(UserError, match="here: the checksum of this row is wrong"):
-        check_row(bytes(damaged), "here")
 
 
 def test_every_pair_is_in_the_rows_once_and_whole(tmp_path, tokenizer_file):

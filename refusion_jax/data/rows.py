@@ -2,7 +2,7 @@
 
 A record, little endian:
 
-    uint32          CRC-32 of all that follows
+    uint32          CRC-32 of all that follows, for others: ArrayRecord compares a checksum of its own
     uint32          number of documents D
     uint32 x D      tokens of each document, one after the other from the start of the row
     uint32 x D      how many of them are its prompt
@@ -16,8 +16,6 @@ Axes: D documents of a row, T row length.
 import zlib
 
 import numpy as np
-
-from refusion_jax.cli.errors import UserError
 
 
 def token_type(vocabulary: int) -> np.dtype:
@@ -50,9 +48,3 @@ def decode_row(record: bytes, row_length: int, dtype: np.dtype) -> dict[str, np.
     parts = np.stack([prompts, lengths - prompts], axis=1).ravel()
     is_response[: len(real)] = np.repeat(np.tile([False, True], documents), parts)
     return {"tokens": tokens, "segment_ids": segment_ids, "is_response": is_response}
-
-
-def check_row(record: bytes, where: str) -> None:
-    """Refuses a damaged record, by its checksum."""
-    if zlib.crc32(record[4:]).to_bytes(4, "little") != record[:4]:
-        raise UserError(f"{where}: the checksum of this row is wrong; the file was damaged, prepare it again")
