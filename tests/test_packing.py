@@ -89,13 +89,6 @@ def tokenizer():
     return SentencePieceTokenizer.train(["one two three four five six seven"] * 20, 300)
 
 
-def test_a_prompt_begins_with_bos_and_a_response_ends_with_eos(tokenizer):
-    (found,) = tokenize([Example("one two", "three", "here")], tokenizer, 64)
-    prompt, response = tokenizer.encode(["one two", "three"])
-    assert found.tokens.tolist() == [tokenizer.bos_id, *prompt, *response, tokenizer.eos_id]
-    assert found.prompt_length == 1 + len(prompt)
-
-
 def test_a_long_text_is_cut_into_rows_and_loses_nothing(tokenizer):
     text = "one two three four five six seven " * 9
     for size in (None, 50):

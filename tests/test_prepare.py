@@ -93,7 +93,8 @@ def documents(path):
 
 def expected(tokenizer_file, pairs):
     tokenizer = SentencePieceTokenizer.load(tokenizer_file)
-    return sorted((tokenizer.encode_prompts([q])[0], [*tokenizer.encode([r])[0], tokenizer.eos_id]) for q, r in pairs)
+    own = [tokenizer.encode(list(pair)) for pair in pairs]
+    return sorted(([tokenizer.bos_id, *query], [*response, tokenizer.eos_id]) for query, response in own)
 
 
 def contents(directory):
