@@ -288,10 +288,6 @@ def choose_method(checkpoint: epath.Path, method: str | None) -> str:
     with naming(f"{checkpoint}"):
         default, fitting = default_decoder(objective), decoders_for(objective)
     if method and method not in fitting:
-        raise SettingError(
-            "decode",
-            "method",
-            method,
-            f"{checkpoint} was trained with objective={objective}, which decodes with {' or '.join(fitting)}",
-        )
+        why = f"{checkpoint} was trained with objective={objective}, which decodes with {' or '.join(fitting)}"
+        raise SettingError("decode", "method", method, why)
     return method or default

@@ -196,14 +196,8 @@ def to_examples(item: Any, where: str | Line, fields: Fields) -> list[Example | 
     named = {"query": fields.query, "response": fields.response, "text": fields.text}
     absent = [f"{fields.flag}{kind}_field={name}" for kind, name in named.items() if name and name not in item]
     missing = f"no {', no '.join(absent)}" if absent else "no field we know"
-    return [
-        Bad(
-            where,
-            f"{missing}; found: {_names(given)}; name them with {fields.flag}query_field and "
-            f"{fields.flag}response_field, or {fields.flag}text_field",
-            "no known field",
-        )
-    ]
+    hint = f"name them with {fields.flag}query_field and {fields.flag}response_field, or {fields.flag}text_field"
+    return [Bad(where, f"{missing}; found: {_names(given)}; {hint}", "no known field")]
 
 
 def checked(prompt: str | Messages | None, response: Any, where: str | Line, **parts: Any) -> Example | Bad:

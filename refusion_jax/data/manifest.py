@@ -10,7 +10,6 @@ from pydantic import Field
 from refusion_jax.cli.errors import UserError
 from refusion_jax.distributed.json_files import read_json
 
-FORMAT = "refusion_jax rows 1"
 FILE = "manifest.json"
 LONGEST_ROW = 2**24  # tokens
 PROGRESS = ".progress"  # directory of an unfinished `prepare`
@@ -55,7 +54,7 @@ class Manifest:
     languages: dict[str, int] = dataclasses.field(default_factory=dict)  # documents; "" where it was not looked for
     lengths: dict[int, int] = dataclasses.field(default_factory=dict)  # documents of at most 2^k tokens, by k
     times: str = ""  # hash of the modification times of the input files
-    format: Literal["refusion_jax rows 1"] = FORMAT
+    format: Literal["refusion_jax rows 1"] = "refusion_jax rows 1"
 
 
 def file_checksum(path: epath.PathLike) -> str:

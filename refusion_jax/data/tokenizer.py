@@ -34,11 +34,9 @@ class SentencePieceTokenizer(Tokenizer):
             self._pieces.decode(list(range(self.size)))  # each piece is text
         except (RuntimeError, UnicodeDecodeError) as error:  # the latter also where its own message quotes the file
             raise UserError(f"{origin} is not a sentencepiece model") from error
-        self.bos_id, self.eos_id, self.pad_id = (
-            self._pieces.bos_id(),
-            self._pieces.eos_id(),
-            self._pieces.pad_id(),
-        )
+        self.bos_id = self._pieces.bos_id()
+        self.eos_id = self._pieces.eos_id()
+        self.pad_id = self._pieces.pad_id()
         if isinstance(mask_piece, int):
             self.mask_id = mask_piece if 0 <= mask_piece < self.size else self._pieces.unk_id()
         else:
