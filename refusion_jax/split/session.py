@@ -73,9 +73,9 @@ class DeviceSession:
         self.new = self.upper.empty_cache(message.rows, self.capacity)
 
     def _place(self, message: frames.Place) -> None:
-        rows = np.frombuffer(message.rows, "<i4") if len(message.rows) % 4 == 0 else np.array([-1])
-        if self.new is None or len(rows) != _rows_of(self.new) or np.any(rows < 0):
-            raise frames.FrameError("rows that are not those that were filled")
+        if self.new is None:
+            raise frames.FrameError("no rows were filled")
+        rows = _numbers(message.rows, _rows_of(self.new), _MOST_ROWS)
         self.batch, self.new = _put(self.batch, self.new, rows), None
 
     def _forward(self, message: frames.Forward) -> None:
