@@ -213,7 +213,7 @@ def decoded(size: str, rows: int, new_tokens: int) -> list[dict]:
     return [record | {"size": size} for record in decoding.measure(model, own, rows, decoding.copy_bandwidth())]
 
 
-def section(head: dict, records: list[dict], command: str = "") -> str:
+def section(head: dict, records: list[dict], command: str) -> str:
     """A section for a page of results: a table for each kind of record, also of those that failed or were skipped."""
     parts = [f"## On a GPU: {head['device']}, jax {head['jax']}"]
     if head["rehearsal"]:

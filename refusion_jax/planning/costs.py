@@ -201,15 +201,11 @@ class _Counter:
 
     def _written(self, inside: Computation, i: Instruction) -> float:
         """Bytes that a fusion writes to HBM."""
-        root = inside.root
-        if root.opcode != "tuple":
-            return self._stored(inside, root) if i.shapes[0].in_hbm else 0.0
-        total = 0.0
-        for name, shape in zip(root.operands, i.shapes, strict=False):
+        total, is_tuple = 0.0, inside.root.opcode == "tuple"
+        for name, shape in zip(inside.root.operands if is_tuple else [inside.root.name], i.shapes, strict=False):
             value = inside.instructions[name]
-            if value.opcode == "parameter" or collective_kind(value):
-                continue  # passed on
-            total += self._stored(inside, value) if shape.in_hbm else 0.0
+            passed_on = is_tuple and (value.opcode == "parameter" or collective_kind(value))
+            total += self._stored(inside, value) if shape.in_hbm and not passed_on else 0.0
         return total
 
     def _stored(self, inside: Computation, value: Instruction) -> float:

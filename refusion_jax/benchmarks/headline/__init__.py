@@ -86,7 +86,7 @@ def _experiment(own: flags.FlagValues) -> Experiment:
     """The experiment that the flags ask for."""
     if not own.output:
         raise UserError("--output=: name a directory for the comparison")
-    budget = BUDGETS[own.budget].changed(own.tune, seeds=own.seeds, speed_proxy=own.speed_proxy)
+    budget = BUDGETS[own.budget].changed(seeds=own.seeds, speed_proxy=own.speed_proxy, rates=None if own.tune else ())
     if budget.speed_proxy:
         read_shape(budget.speed_proxy)
     file = own.config or f"configs/headline.py:{own.budget}"

@@ -42,10 +42,9 @@ class Budget:
     sweep: int = 4  # runs that try a learning rate have this fraction of the steps: 1 / sweep
     speed_proxy: str = ""  # WIDTHxLAYERS of a model at whose cost claims about speed are checked as well; none if empty
 
-    def changed(self, tune: bool, **given: Any) -> "Budget":
-        """A budget with the given fields, unless they are None; without `tune`, no learning rates are tried."""
-        changes = {name: value for name, value in given.items() if value is not None}
-        return dataclasses.replace(self, rates=self.rates if tune else (), **changes)
+    def changed(self, **given: Any) -> "Budget":
+        """A budget with the given fields, unless they are None."""
+        return dataclasses.replace(self, **{name: value for name, value in given.items() if value is not None})
 
     def of_each_run(self) -> dict[str, Any]:
         """What the result of a run depends on: all but the seeds and the speed proxy, which may change later."""
