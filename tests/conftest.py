@@ -48,6 +48,7 @@ from refusion_jax.batch.visibility import CAUSAL, Visibility
 from refusion_jax.config import default_config
 from refusion_jax.decoding.auxiliary import with_auxiliaries
 from refusion_jax.decoding.settings import Settings
+from refusion_jax.model.key_values import KeyValues
 from refusion_jax.model.shape import ModelConfig
 from refusion_jax.model.transformer import Transformer
 from refusion_jax.systems import masked
@@ -294,6 +295,12 @@ def _forward(graphdef, params, *inputs):
 def forward(model: Transformer, *inputs: jax.Array) -> jax.Array:
     """model(*inputs), compiled once for all models and inputs of the same shapes."""
     return _forward(*nnx.split(model), *inputs)
+
+
+@nnx.jit
+def extend(model: Transformer, *inputs: jax.Array) -> tuple[jax.Array, KeyValues]:
+    """model.extend(*inputs), compiled."""
+    return model.extend(*inputs)
 
 
 def tiny_model(seed: int = 0, **changes) -> Transformer:

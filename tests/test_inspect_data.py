@@ -9,7 +9,7 @@ from importlib import resources
 import jax
 import numpy as np
 import pytest
-from conftest import TINY_RUN, run
+from conftest import TINY_RUN, forward, run
 from flax import nnx
 from helpers import check_page, loss_terms
 from rich.console import Console
@@ -36,7 +36,7 @@ def test_the_batch_that_is_shown_gives_the_loss_that_was_logged(trained_run):
     shape = model_config(config, tokenizer)
     program = train_program(config, shape, mesh)
     model = nnx.merge(program.graphdef, program.initial_state().params)
-    terms = loss_terms(model(batch.inputs, batch.positions, batch.visibility), batch)
+    terms = loss_terms(forward(model, batch.inputs, batch.positions, batch.visibility), batch)
     coefficients = make_objective(config, shape.mask_token_id).coefficients
     logged = json.loads((trained_run / "metrics.jsonl").read_text().splitlines()[0])
     assert logged["step"] == 1

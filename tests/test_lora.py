@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import causal, config_with, tiny_config, tiny_model
+from conftest import causal, config_with, forward, tiny_config, tiny_model
 from etils import epath
 from flax import nnx
 
@@ -22,19 +22,20 @@ def test_merged_weights_compute_what_adapters_do(targets):
     lora = Lora(rank=3, alpha=6.0, targets=targets)
     model = tiny_model()
     tokens = jnp.arange(24).reshape(2, 12) % 30
-    plain = model(tokens, tokens, causal(tokens))
+    inputs = tokens, tokens, causal(tokens)
+    plain = forward(model, *inputs)
     add_adapters(model.layers, lora, nnx.Rngs(1))
-    np.testing.assert_array_equal(model(tokens, tokens, causal(tokens)), plain)  # B is 0
+    np.testing.assert_array_equal(forward(model, *inputs), plain)  # B is 0
     graphdef, params = nnx.split(model)
     params = nnx.to_pure_dict(params)
     for name in lora.names:
         shape = params["layers"][f"{name}_b"].shape
         params["layers"][f"{name}_b"] = 0.1 * jax.random.normal(jax.random.key(len(name)), shape)
-    adapted = nnx.merge(graphdef, params)(tokens, tokens, causal(tokens))
+    adapted = forward(nnx.merge(graphdef, params), *inputs)
     merged = lora.merge(lora.without_adapters(params), lora.split(params)[0])
     assert merged["layers"].keys() == nnx.to_pure_dict(nnx.state(tiny_model()))["layers"].keys()
     graphdef = nnx.split(tiny_model())[0]
-    np.testing.assert_allclose(nnx.merge(graphdef, merged)(tokens, tokens, causal(tokens)), adapted, atol=1e-5)
+    np.testing.assert_allclose(forward(nnx.merge(graphdef, merged), *inputs), adapted, atol=1e-5)
     assert not np.allclose(adapted, plain, atol=1e-2)
 
 
@@ -62,18 +63,7 @@ def test_only_what_is_trained_has_optimizer_state_and_float32_and_all_of_it_is_s
     assert found[2] * 2 == shape.num_attention_heads
 
 
-@pytest.mark.parametrize(
-    ("key", "value"),
-    [
-        ("rank", "4"),
-        ("rank", -4),
-        ("rank", None),
-        ("alpha", float("nan")),
-        ("targets", "("),
-        ("targets", 3),
-        ("full", []),
-    ],
-)
+@pytest.mark.parametrize(("key", "value"), [("rank", -4), ("alpha", float("nan")), ("targets", "("), ("full", [])])
 def test_adapters_of_a_doctored_run_are_one_line(key, value, tmp_path):
     section = {"rank": 4, "alpha": 8.0, "targets": ".*_proj", "full": ""}
     config = {"lora": section, "init_from": "there", "steps": 3}

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import causal, forward, tiny_config, tiny_model
+from conftest import causal, extend, forward, tiny_config, tiny_model
 from flax import nnx
 
 from refusion_jax.decoding.cache import stored
@@ -34,7 +34,6 @@ def test_extending_a_cache_equals_one_forward():
     whole = forward(model, tokens, positions, causal(jnp.ones_like(tokens)))
     none = jnp.zeros((2, 1, 2, 0, 8))
     below = jnp.tril(jnp.ones((1, 8, 8), bool))
-    extend = nnx.jit(lambda model, *inputs: model.extend(*inputs))
     first, kept = extend(
         model, tokens[:, :5], positions[:, :5], KeyValues(none, none), jnp.zeros(1, int), below[:, :5, :5]
     )
@@ -46,7 +45,7 @@ def test_attention_equals_a_plain_loop():
     q, k, v = (np.array(jax.random.normal(jax.random.key(i), (2, 5, n, 8))) for i, n in enumerate((6, 3, 3)))
     mask = np.random.default_rng(0).random((2, 5, 5)) < 0.6
     mask |= np.eye(5, dtype=bool)
-    got = attention(*map(jnp.asarray, (q, k, v, mask)))
+    got = jax.jit(attention)(q, k, v, mask)
     for b, t, n in np.ndindex(2, 5, 6):
         keys, values = k[b, mask[b, t], n // 2], v[b, mask[b, t], n // 2]
         weights = np.exp(keys @ q[b, t, n] / np.sqrt(8))
@@ -74,11 +73,13 @@ def test_rotation_and_its_gradient_are_those_of_complex_numbers(kind, monkeypatc
         return jnp.concatenate([turned.real, turned.imag, x[..., 4:]], axis=-1)
 
     np.testing.assert_allclose(rotation[0][0, 0, 0], np.cos([3.0, 3.0 / 10]), rtol=1e-6)
-    np.testing.assert_allclose(rotate(x, rotation), expected(x), rtol=1e-5, atol=1e-6)
-    got, wanted = (
-        jax.grad(lambda x, turn=turn: (w * turn(x)).sum())(x) for turn in (lambda x: rotate(x, rotation), expected)
-    )
-    np.testing.assert_allclose(got, wanted, rtol=1e-5, atol=1e-6)
+
+    def with_gradient(turn):
+        turned, pull = jax.vjp(turn, x)
+        return turned, *pull(w)
+
+    got, wanted = (jax.jit(with_gradient, static_argnums=0)(turn) for turn in (lambda x: rotate(x, rotation), expected))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), got, wanted)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "int8"])
@@ -114,8 +115,8 @@ def test_recomputing_layers_changes_neither_loss_nor_gradient(remat, again):
 
 def test_bfloat16_computes_in_bfloat16_but_keeps_float32_weights_and_logits():
     exact, rough = tiny_model(), Transformer(tiny_config(), nnx.Rngs(0), dtype="bfloat16")
-    logits = rough(TOKENS, POSITIONS, causal(SEGMENTS))
+    logits = forward(rough, TOKENS, POSITIONS, causal(SEGMENTS))
     assert logits.dtype == jnp.float32
     assert {x.dtype for x in jax.tree.leaves(nnx.state(rough))} == {jnp.dtype("float32")}
-    difference = np.abs(logits - exact(TOKENS, POSITIONS, causal(SEGMENTS)))
+    difference = np.abs(logits - forward(exact, TOKENS, POSITIONS, causal(SEGMENTS)))
     assert 0 < difference.max() < 0.15  # 2^-8 relative, a few roundings deep

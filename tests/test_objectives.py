@@ -1,3 +1,5 @@
+import functools
+
 import jax
 import jax.numpy as jnp
 import ml_collections
@@ -31,14 +33,14 @@ def prepare(rows: Rows, seed: int = 0, name: str = "refusion") -> Batch:
     return jax.jit(objective(name).corrupt)(rows, keys)
 
 
-drawn = jax.jit(draw_noise, static_argnums=(2, 3))
+drawn, corrupted = jax.jit(draw_noise, static_argnums=(2, 3)), jax.jit(hybrid_batch, static_argnums=2)
 
 
 def test_hybrid_loss_is_the_formula_of_the_paper():
     """Against loops over documents and tokens, as the paper writes it."""
     rows = rows_of([(2, 7), (0, 5), (3, 4)], [(1, 9), (4, 10)])
     noise = drawn(jax.random.split(jax.random.key(4), 2), rows, (2, 3, 4), 1e-3)
-    batch = jax.jit(hybrid_batch, static_argnums=2)(rows, noise, MASK)
+    batch = corrupted(rows, noise, MASK)
     logits = forward(tiny_model(), batch.inputs, batch.positions, causal(rows.segment_ids))
     terms = loss_terms(logits, batch)
 
@@ -68,21 +70,24 @@ def test_a_missing_kind_of_label_is_zero_and_leaves_the_gradient_finite(masked):
     rows = rows_of([(2, 7), (0, 5)])
     noise = drawn(jax.random.split(jax.random.key(0), 1), rows, (2, 3, 4), 1e-3)
     noise = Noise(noise.slot_size, noise.mask_probability, rows.is_response & masked, noise.rank)
-    assert_finite(hybrid_batch(rows, noise, MASK), zero="ar" if masked else "mdm")
+    assert_finite(corrupted(rows, noise, MASK), zero="ar" if masked else "mdm")
 
 
 def test_a_batch_of_padding_is_zero_and_leaves_the_gradient_finite():
     assert_finite(prepare(rows_of([])), zero="ar", also_zero="mdm")
 
 
-def assert_finite(batch: Batch, zero: str, also_zero: str = ""):
-    graph, params = nnx.split(tiny_model())
-
+@functools.partial(jax.jit, static_argnums=0)
+def loss_and_gradient(graph, params, batch: Batch):
     def loss(params):
         terms = loss_terms(nnx.merge(graph, params)(batch.inputs, batch.positions, batch.visibility), batch)
         return sum(terms.values()), terms
 
-    (_, terms), grads = jax.jit(jax.value_and_grad(loss, has_aux=True))(params)
+    return jax.value_and_grad(loss, has_aux=True)(params)
+
+
+def assert_finite(batch: Batch, zero: str, also_zero: str = ""):
+    (_, terms), grads = loss_and_gradient(*nnx.split(tiny_model()), batch)
     for name, term in terms.items():
         assert (term == 0) == (name in (zero, also_zero))
     assert all(np.isfinite(g).all() for g in jax.tree.leaves((terms, grads)))
@@ -90,7 +95,7 @@ def assert_finite(batch: Batch, zero: str, also_zero: str = ""):
 
 def test_next_token_labels_are_the_responses_of_the_same_document():
     rows = rows_of([(2, 3), (0, 3), (1, 1)], row_length=12)
-    batch = NextToken().corrupt(rows, jax.random.split(jax.random.key(0), len(rows.tokens)))
+    batch = jax.jit(NextToken().corrupt)(rows, jax.random.split(jax.random.key(0), len(rows.tokens)))
     #                      prompt  response   text    p r   padding
     labelled = np.array([[0, 1, 1, 1, 0, 1, 1, 0, 1, 0, 0, 0]], bool)
     np.testing.assert_array_equal(batch.weights["ar"] > 0, labelled)

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import MASK, PAD, PROMPTS, causal, settings, sharp_model
+from conftest import MASK, PAD, PROMPTS, causal, forward, settings, sharp_model
 
 from refusion_jax import DecodeSettings, decode
 from refusion_jax.decoding.sampling import sample
@@ -23,7 +23,7 @@ def test_mask_padding_and_ids_without_meaning_are_never_chosen(method, temperatu
     banned = [MASK, PAD, 30, 31]  # the last two are padding rows of the vocabulary
     favoured = model.lm_head[...][jnp.array([7, 9, 11, 13])]
     model.lm_head[...] = model.lm_head[...].at[jnp.array(banned)].set(3 * favoured)
-    logits = model(jnp.array(PROMPTS[:1]), jnp.arange(4)[None], causal(jnp.ones((1, 4), int)))
+    logits = forward(model, jnp.array(PROMPTS[:1]), jnp.arange(4)[None], causal(jnp.ones((1, 4), int)))
     assert np.isin(jnp.argmax(logits, axis=-1), banned).any(), "the model does not even want them"
     out = decode(model, PROMPTS, settings(method, temperature=temperature))
     assert not {token for tokens in out.commit_tokens for token in tokens} & set(banned)

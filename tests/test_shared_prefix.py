@@ -62,8 +62,8 @@ def test_blocks_come_back_as_they_were_written_and_what_has_no_place_is_dropped(
     L, R, K, C, H, N, S = 2, 2, 3, 10, 4, 6, 4
     keys = np.arange(L * R * K * C * H, dtype=np.float32).reshape(L, R, K, C, H)
     entries = KeyValues(jnp.array(keys), jnp.array(-keys))
-    store = prefixes.write(prefixes.empty_store(entries, N, S), entries, jnp.array([[0, 3], [5, N]]))
-    found = prefixes.copy(store, jnp.array([[0, 3], [5, 0]]), C)
+    store = jax.jit(prefixes.write)(prefixes.empty_store(entries, N, S), entries, jnp.array([[0, 3], [5, N]]))
+    found = jax.jit(prefixes.copy, static_argnums=2)(store, jnp.array([[0, 3], [5, 0]]), C)
     np.testing.assert_array_equal(found.keys[:, 0, :, :8], keys[:, 0, :, :8])
     np.testing.assert_array_equal(found.values[:, 1, :, :4], -keys[:, 1, :, :4])
     np.testing.assert_array_equal(found.keys[:, 1, :, 4:8], keys[:, 0, :, :4])

@@ -93,7 +93,7 @@ def test_the_example_of_the_docstring():
     masked = jnp.array([[False] * 3 + [True] * 2 + [False] * 2])
     rank = jnp.array([[0, 7, 7, 5, 5, 2, 2]], jnp.uint32)
     noise = Noise(jnp.full((1, 7), 2), jnp.full((1, 7), 0.5), masked, rank)
-    got = jax.device_get(hybrid_batch(rows, noise, MASK))
+    got = jax.device_get(jax.jit(hybrid_batch, static_argnums=2)(rows, noise, MASK))
     assert got.inputs[0].tolist() == [p, e, f, a, b, MASK, MASK]
     assert got.positions[0].tolist() == [0, 5, 6, 1, 2, 3, 4]
     has_label = (got.weights["ar"] > 0) | (got.weights["mdm"] > 0)
