@@ -38,6 +38,7 @@ def test_beam_writes_the_same_bytes_and_goes_on_from_the_shards_that_are_there(
     tmp_path,
     tokenizer_file,  # noqa: F811
     monkeypatch,
+    store,
 ):
     write_source(tmp_path / "in")
     beam = functools.partial(BeamRunner, options=options, count=1)
@@ -47,6 +48,9 @@ def test_beam_writes_the_same_bytes_and_goes_on_from_the_shards_that_are_there(
     manifest = make(tokenizer_file, tmp_path / "in", tmp_path / "beam", runner=beam, **keys)
     assert contents(tmp_path / "beam") == contents(tmp_path / "local")
     assert manifest.dropped["duplicate"] >= 50
+    make(tokenizer_file, tmp_path / "in", "gs://bucket/beam", runner=beam, **keys)  # where Beam groups the keys
+    kept = {name.removeprefix("beam/"): content for name, (_, content) in store.objects.items()}
+    assert {name: content for name, content in kept.items() if content} == contents(tmp_path / "local")
     with pytest.raises(ValueError, match="on_error=skip"):
         make(tokenizer_file, tmp_path / "in", tmp_path / "mixed", **(keys | {"on_error": "stop"}))
     make(tokenizer_file, tmp_path / "in", tmp_path / "mixed", runner=beam, **keys)

@@ -14,6 +14,7 @@ from apache_beam.transforms.environments import SubprocessSDKEnvironment
 from etils import epath
 
 from refusion_jax.cli.errors import Failure
+from refusion_jax.cli.paths import is_remote
 from refusion_jax.data import duplicates
 from refusion_jax.data.input_splits import InputSplit
 from refusion_jax.data.manifest import PROGRESS
@@ -55,9 +56,10 @@ class BeamRunner(Runner):
     def mark_repeated(self, progress: epath.Path, chunks: int) -> None:
         """Does what `duplicates.mark_repeated` does, with keys grouped by the partition they are in.
 
-        On this machine alone it is done without Beam, whose runner would hold all keys in memory.
+        Where they are in files this process reads them itself: Beam's runners for one machine hold in memory what they
+        group.
         """
-        if self._runner:
+        if not is_remote(progress):
             super().mark_repeated(progress, chunks)
             return
         count, where = duplicates.partitions(progress, chunks), os.fspath(progress)
