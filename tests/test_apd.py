@@ -3,9 +3,9 @@
 import jax.numpy as jnp
 import pytest
 from conftest import MASK, PAD, PROMPTS, causal, equipped, forward, settings, sharp_models, tiny_model
-from helpers import tiny_qwen3
+from helpers import SHIPPED
 
-from refusion_jax import UserError, decode
+from refusion_jax import UserError, decode, load_model
 from refusion_jax.checkpoints.load import load_for
 from refusion_jax.decoding.auxiliary import with_auxiliaries
 from refusion_jax.systems.registry import decoders_for
@@ -52,10 +52,9 @@ def test_the_vocabulary_of_the_verifier_may_be_padded_otherwise(padded):
         assert one == two
 
 
-def test_a_checkpoint_is_loaded_with_those_that_the_settings_name(tmp_path):
-    tiny_qwen3(tmp_path / "a")
-    tiny_qwen3(tmp_path / "b")
-    assert load_for(tmp_path / "a", settings("apd", verifier=str(tmp_path / "b"))).verifier.config.vocab_size == 512
+def test_a_checkpoint_is_loaded_with_those_that_the_settings_name():
+    model = load_for(SHIPPED / "model", settings("apd", verifier=str(SHIPPED / "model")))
+    assert model.verifier.config == load_model(SHIPPED / "model").config
 
 
 def test_models_are_offered_the_decoders_for_them_and_last_those_that_need_more_than_the_model():

@@ -3,6 +3,7 @@
 released_models.py says how releases.json was recorded.
 """
 
+import functools
 import json
 
 import numpy as np
@@ -44,10 +45,21 @@ def released(path, name: str, **changes):
     return epath.Path(path)
 
 
+@pytest.fixture(scope="module")
+def load(tmp_path_factory):
+    """A function of the name of a release: (its directory, its model)."""
+
+    @functools.cache
+    def loaded(name: str):
+        path = released(tmp_path_factory.mktemp("release") / "theirs", name)
+        return path, load_model(path)
+
+    return loaded
+
+
 @pytest.mark.parametrize("name", RECIPES)
-def test_a_release_is_understood_and_computes_what_its_authors_code_does(name, tmp_path):
-    path = released(tmp_path / "theirs", name)
-    model = load_model(path)
+def test_a_release_is_understood_and_computes_what_its_authors_code_does(name, load):
+    path, model = load(name)
     c = model.config
     assert (find_objective(path), c.family, c.shifted, c.block_size) == UNDERSTOOD[name]
     assert (c.mask_token_id, c.eos_token_id, choose_method(path, None)) == (MASK, EOS, UNDERSTOOD[name][0])
@@ -61,14 +73,13 @@ def test_a_release_is_understood_and_computes_what_its_authors_code_does(name, t
 
 
 @pytest.mark.parametrize("name", [name for name in RECIPES if RECIPES[name]["settings"]])
-def test_a_release_is_decoded_token_by_token_as_by_its_authors_code(name, tmp_path):
+def test_a_release_is_decoded_token_by_token_as_by_its_authors_code(name, load):
     """Through the last whole block: theirs decode a block to its end, and ours through max_new_tokens.
 
     Left out are answers with tokens that we never choose or stop at, and prompts of just one block of Fast-dLLM v2,
     which their code does not take as input.
     """
-    path = released(tmp_path / "theirs", name)
-    model, method, compared = load_model(path), RECIPES[name].get("method", UNDERSTOOD[name][0]), 0
+    (_, model), method, compared = load(name), RECIPES[name].get("method", UNDERSTOOD[name][0]), 0
     for s in RECIPES[name]["settings"]:
         block = s.get("block_size", max(1, model.config.block_size))
         settings = find_decoder(method).settings(**{"method": method, "max_new_tokens": 16} | s)
