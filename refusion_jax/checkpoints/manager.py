@@ -40,7 +40,7 @@ PAUSE_SECONDS = 1.0  # before the last save of a run is tried again; it doubles 
 TrainState = Any  # of training.train_step, which says what its items are
 
 
-class Checkpoints:
+class Checkpoints(contextlib.AbstractContextManager):
     """Saves and restores the checkpoints of one run. Use it in a `with` block, whose end waits for the last save."""
 
     def __init__(self, workdir: epath.Path, keep: int, failures: int = 3):
@@ -55,9 +55,6 @@ class Checkpoints:
             remove_unfinished(self._directory)
         silence_orbax_tracebacks()
         self._checkpointer: ocp.AsyncCheckpointer | None = None  # made for the first state that comes
-
-    def __enter__(self) -> "Checkpoints":
-        return self
 
     def __exit__(self, failure: type[BaseException] | None, *_) -> None:
         if failure is None:

@@ -148,12 +148,6 @@ _ROLES = {"human": "user", "gpt": "assistant"}  # ShareGPT's
 _TURNS = pydantic.TypeAdapter(list[_Turn])
 
 
-def parse(raw: bytes, where: str | Line, fields: Fields) -> list[Example | Bad]:
-    """The examples in a line of JSON."""
-    item = load_json(raw, where)
-    return [item] if isinstance(item, Bad) else to_examples(item, where, fields)
-
-
 def load_json(raw: bytes, where: str | Line) -> Any:
     """The value, or Bad."""
     try:

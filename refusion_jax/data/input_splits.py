@@ -30,7 +30,6 @@ from refusion_jax.data.examples import (
     checked,
     decode,
     load_json,
-    parse,
     to_examples,
 )
 from refusion_jax.distributed.json_files import LINE
@@ -185,7 +184,8 @@ def _json_lines(part: InputSplit, fields: Fields) -> Iterator[Example | Bad]:
                 yield Bad(where, f"a line of more than {LINE >> 20} MiB", "too long a line")
                 at += _pass_line(file)
             elif line.removeprefix(codecs.BOM_UTF8).strip():
-                yield from parse(line, where, fields)
+                item = load_json(line, where)
+                yield from [item] if isinstance(item, Bad) else to_examples(item, where, fields)
 
 
 def _opened(path: str) -> BinaryIO:

@@ -10,7 +10,6 @@ from rich.console import Console
 from rich.table import Table
 
 from refusion_jax.cli.errors import UserError
-from refusion_jax.decoding.decoder import Decoder
 from refusion_jax.model.shape import ModelConfig
 from refusion_jax.split.choice import Candidate, Machine, Network, Setup, Wanted, choose, rank
 from refusion_jax.systems.registry import decoders
@@ -49,7 +48,8 @@ def choose_split(
         raise UserError(f"--{' and --'.join(missing)}: needed with --what=split")
     if not 2 <= config.num_hidden_layers <= _LAYERS:
         raise UserError(f"--config.model.num_hidden_layers={config.num_hidden_layers}: 2 to {_LAYERS:,} can be cut")
-    on_link = {name: each for name, each in decoders().items() if runs_over_two_machines(each)}
+    appending = {name: each for name, each in decoders().items() if each.copies_prefix}
+    on_link = {name: each for name, each in appending.items() if not each.settings.auxiliary_models}
     if method not in on_link:
         raise UserError(f"--decode.method={method}: does not run over two machines; {', '.join(on_link)} do")
     wanted = Wanted(own.device_memory * _GIB, own.latency, int(own.prompt_tokens), int(own.max_new_tokens), itemsize)
@@ -63,11 +63,6 @@ def choose_split(
         speeds[name] = wanted.new_tokens / min(answers)
     record = _record(chosen) | {"binds": binds, "tokens_per_second": speeds}
     return fitting, record | {"decode": on_link[method].settings_for(chosen.fed, wanted.new_tokens)}
-
-
-def runs_over_two_machines(decoder: type[Decoder]) -> bool:
-    """Whether it does nothing but append to the cache of one model."""
-    return decoder.copies_prefix and not decoder.settings.auxiliary_models
 
 
 def _record(each: Candidate) -> dict[str, Any]:
