@@ -297,10 +297,14 @@ def forward(model: Transformer, *inputs: jax.Array) -> jax.Array:
     return _forward(*nnx.split(model), *inputs)
 
 
-@nnx.jit
-def extend(model: Transformer, *inputs: jax.Array) -> tuple[jax.Array, KeyValues]:
+@functools.partial(jax.jit, static_argnums=0)
+def _extend(graphdef, params, *inputs):
+    return nnx.merge(graphdef, params).extend(*inputs)
+
+
+def extend(model: Transformer, *inputs: jax.Array | KeyValues) -> tuple[jax.Array, KeyValues]:
     """model.extend(*inputs), compiled."""
-    return model.extend(*inputs)
+    return _extend(*nnx.split(model), *inputs)
 
 
 def tiny_model(seed: int = 0, **changes) -> Transformer:

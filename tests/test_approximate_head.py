@@ -1,6 +1,7 @@
 """The approximate output head: which rows it computes, that they are exact, and that neither mesh nor batch matter."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +18,11 @@ from refusion_jax.model.transformer import logical_axes
 V, D = 64, 16
 
 
+@functools.partial(jax.jit, static_argnames="rows")
+def shortlisted(x, head, rows):
+    return shortlisted_logits(x, head, rounded_head(head), rows)
+
+
 def head_and_tokens(tokens: int = 12) -> tuple[jax.Array, jax.Array]:
     head = jax.random.normal(jax.random.key(0), (V, D)) * jnp.linspace(0.1, 3.0, V)[:, None]  # rows of many sizes
     return head, jax.random.normal(jax.random.key(1), (4, tokens // 4, D))
@@ -24,7 +30,7 @@ def head_and_tokens(tokens: int = 12) -> tuple[jax.Array, jax.Array]:
 
 def test_the_best_rows_by_the_rounded_head_are_exact_and_the_others_impossible():
     head, x = head_and_tokens()
-    logits = np.asarray(shortlisted_logits(x, head, rounded_head(head), rows=8))
+    logits = np.asarray(shortlisted(x, head, rows=8))
     rounded = np.round(head / np.abs(head).max(axis=1, keepdims=True) * 127) * np.abs(head).max(axis=1, keepdims=True)
     tokens = np.round(x / np.abs(x).max(axis=2, keepdims=True) * 127)
     best = np.argsort(-(tokens @ rounded.T), axis=2)[:, :, :8]
@@ -35,7 +41,7 @@ def test_the_best_rows_by_the_rounded_head_are_exact_and_the_others_impossible()
 
 def test_eight_rows_of_64_never_miss_the_best():
     head, x = head_and_tokens(4000)
-    logits = shortlisted_logits(x, head, rounded_head(head), rows=8)
+    logits = shortlisted(x, head, rows=8)
     np.testing.assert_array_equal(logits.argmax(axis=2), (x @ head.T).argmax(axis=2))
 
 
@@ -44,10 +50,10 @@ def test_the_shards_of_a_vocabulary_find_what_one_chip_finds(shape):
     head, x = head_and_tokens()
     mesh = make_mesh(shape)
     x4 = jnp.tile(x, (2, 1, 1))[:4]
-    expected = shortlisted_logits(x4, head, rounded_head(head), rows=8)
+    expected = shortlisted(x4, head, rows=8)
     with jax.set_mesh(mesh):
         split = jax.device_put(head, sharding(mesh, "vocab", "embed"))
-        logits = jax.jit(lambda x, head: shortlisted_logits(x, head, rounded_head(head), rows=8))(x4, split)
+        logits = shortlisted(x4, split, rows=8)
     np.testing.assert_array_equal(np.isfinite(logits), np.isfinite(expected))
     np.testing.assert_allclose(logits, expected, rtol=1e-5, atol=1e-5)
 

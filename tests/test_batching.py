@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import BOS, PROMPTS, ROOT, compiled, settings, sharp_model, tiny_config, tiny_model
+from conftest import BOS, PROMPTS, ROOT, compiled, extend, settings, sharp_model, tiny_config, tiny_model
 from flax import nnx
 
 from refusion_jax import UserError, decode
@@ -18,7 +18,7 @@ from refusion_jax.decoding.queue import mesh_of
 from refusion_jax.decoding.requests import Given, Request, prepare
 from refusion_jax.decoding.stops import Stops
 from refusion_jax.distributed.sharding import make_mesh, sharding
-from refusion_jax.evaluation.generation import check_fits, generate, settings_for, shorten
+from refusion_jax.evaluation.generation import check_fits, generate, settings_for
 from refusion_jax.model.key_values import KeyValues
 from refusion_jax.model.transformer import logical_axes
 from refusion_jax.systems.api import decoder_for, stream
@@ -147,7 +147,7 @@ def test_prompts_of_any_length_are_prefilled_in_chunks(length):
     none = KeyValues(*(jnp.zeros((2, 2, 2, 0, 8)),) * 2)
     causal = jnp.broadcast_to(jnp.tril(jnp.ones((length, length), bool)), (2, length, length))
     tokens, at = jnp.asarray(given[:, :length]), jnp.asarray(positions[:, :length])
-    _, whole = model.extend(tokens, at, none, jnp.zeros(2, int), causal)
+    _, whole = extend(model, tokens, at, none, jnp.zeros(2, int), causal)
     for ours, expected in zip(jax.tree.leaves(cache.entries), jax.tree.leaves(kv.stored(whole)), strict=True):
         np.testing.assert_allclose(
             ours[:, :, :, :length], expected, atol=5e-6
@@ -211,7 +211,7 @@ def test_an_evaluation_is_refused_no_batch_that_fits_with_a_smaller_cache(monkey
 def test_a_long_prompt_leaves_room_for_an_answer_of_whole_blocks_of_the_model():
     model = tiny_config(block_size=32, max_position_embeddings=128)
     own = settings_for({"max_new_tokens": 48}, "d2f", room=128, model=model)
-    (request,) = prepare([Request(shorten([BOS] * 200, own, room=128), settings=own)], own, model)
+    (request,) = prepare([Request([BOS] * (128 - own.new_tokens), settings=own)], own, model)
     assert (len(request.prompt), request.settings.new_tokens) == (64, 64)
 
 

@@ -23,7 +23,7 @@ from refusion_jax.training.program import train_program
 
 def test_the_row_of_the_docstring_is_fed_seen_and_labelled_as_drawn():
     rows = Rows(jnp.array([[7, 8, 9, 10]]), jnp.ones((1, 4), jnp.int32), jnp.array([[0, 1, 1, 1]]) > 0)
-    batch = dflash.DraftBlocks(MASK, draft_length=2).corrupt(rows, jax.random.split(jax.random.key(0), 1))
+    batch = jax.jit(dflash.DraftBlocks(MASK, draft_length=2).corrupt)(rows, jax.random.split(jax.random.key(0), 1))
     np.testing.assert_array_equal(batch.visibility.mask()[0], drawn_matrix(dflash.__doc__, 8))
     assert batch.inputs[0].tolist() == [7, MASK, 9, MASK, 7, 8, 9, 10]
     assert batch.labels[0, :3].tolist() == [8, 9, 10]

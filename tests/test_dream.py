@@ -11,13 +11,14 @@ from refusion_jax.batch.rows import Rows
 from refusion_jax.decoding.requests import Request
 from refusion_jax.systems import dream
 
+cart_weights = jax.jit(dream.cart_weights)
 OBJECTIVE = dream.ShiftedDiffusion(mask_id=MASK, padding=0.0, shuffle=False, cart_p=0.5)
 
 
 def test_weights_of_the_docstring():
     """inputs p q a M c M, and another document that must not count."""
     clean = jnp.array([[1, 1, 1, 0, 1, 0, 1, 0]], bool)
-    weights = dream.cart_weights(clean, jnp.array([[1, 1, 1, 1, 1, 1, 2, 2]]), 0.5)
+    weights = cart_weights(clean, jnp.array([[1, 1, 1, 1, 1, 1, 2, 2]]), 0.5)
     np.testing.assert_allclose(weights[0, [3, 5]], [(1 + 1 / 2 + 1 / 4 + 1) / 4, (1 + 1 / 4 + 1 / 8 + 1 / 16) / 4])
     np.testing.assert_allclose(weights[0, 7], 0.25)
 
@@ -31,7 +32,7 @@ def test_weights_are_the_double_sum_of_the_paper():
         for i in range(26):
             if i != n and clean[0, i] and segments[0, i] == segments[0, n]:
                 expected[0, n] += 0.3 * 0.7 ** (abs(n - i) - 1) / 2
-    np.testing.assert_allclose(dream.cart_weights(jnp.asarray(clean), jnp.asarray(segments), 0.3), expected, atol=1e-6)
+    np.testing.assert_allclose(cart_weights(jnp.asarray(clean), jnp.asarray(segments), 0.3), expected, atol=1e-6)
 
 
 def test_a_masked_token_is_the_label_of_the_token_before_it_and_the_weights_are_a_mean_over_masks():
@@ -42,7 +43,7 @@ def test_a_masked_token_is_the_label_of_the_token_before_it_and_the_weights_are_
         batch = corrupt(rows, jax.random.split(jax.random.key(seed), 1))
         masked = np.flatnonzero(batch.inputs[0] == MASK)
         seen |= set(masked)
-        cart = dream.cart_weights((rows.segment_ids > 0) & (batch.inputs != MASK), rows.segment_ids, 0.5)[0]
+        cart = cart_weights((rows.segment_ids > 0) & (batch.inputs != MASK), rows.segment_ids, 0.5)[0]
         np.testing.assert_array_equal(batch.labels[0, masked - 1], tokens[0, masked])
         expected = np.zeros(16)
         expected[masked - 1] = cart[masked] / max(len(masked), 1)

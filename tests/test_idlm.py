@@ -16,7 +16,7 @@ def test_the_matrix_of_the_docstring_is_the_mask():
 
 def test_labels_and_weights_of_a_row_computed_by_hand():
     rows = Rows(jnp.array([[7, 8, 9, 10, 11, 0]]), jnp.array([[1, 1, 1, 2, 2, 0]]), jnp.array([[0, 1, 1, 0, 1, 0]]) > 0)
-    batch = idlm.AllMasked(MASK, 3, 0.2).corrupt(rows, jax.random.split(jax.random.key(0), len(rows.tokens)))
+    batch = jax.jit(idlm.AllMasked(MASK, 3, 0.2).corrupt)(rows, jax.random.split(jax.random.key(0), 1))
     assert batch.inputs[0].tolist() == [MASK] * 6 + [7, 8, 9, 10, 11, 0]
     assert batch.positions[0].tolist() == [0, 1, 2, 0, 1, 0] * 2
     third = 1 / 3

@@ -19,7 +19,7 @@ def test_the_loss_of_packed_rows_is_that_of_their_documents_one_a_row_by_hand(pa
     rows, model = rows_of([(2, 7), (0, 5), (3, 4)], [(1, 9), (4, 10)]), tiny_model()
     objective = make_objective(config_with(objective="llada", **{"llada.padding": padding}), MASK)
     keys = jax.random.split(jax.random.key(5), 2)
-    batch, padded = objective.corrupt(rows, keys), pad_answers(rows, keys, padding)
+    batch, padded = jax.jit(lambda *given: (objective.corrupt(*given), pad_answers(*given, padding)))(rows, keys)
     total, documents, length = 0.0, 0, rows.tokens.shape[1]
     segments = np.asarray(batch.visibility.segment_ids)
     for row in range(2):
