@@ -1,7 +1,6 @@
 """What of a conversation is trained: the tokens of the assistant's answers, each with its end, and no others."""
 
 import collections
-import json
 
 import hypothesis
 import hypothesis.strategies as st
@@ -9,7 +8,7 @@ import numpy as np
 import pytest
 from helpers import write_tokenizer
 
-from refusion_jax.data.examples import Fields, parse
+from refusion_jax.data.examples import Fields, to_examples
 from refusion_jax.data.fast_tokenizer import load_tokenizer_file
 from refusion_jax.data.packing import pack, rows_of, tokenize
 from refusion_jax.data.rows import decode_row, encode_row
@@ -36,8 +35,8 @@ def tokenizer(request, tmp_path_factory):
 @hypothesis.settings(max_examples=60)
 @hypothesis.given(st.lists(TALK, min_size=1, max_size=4), st.sampled_from(["last", "all"]))
 def test_the_assistants_tokens_and_their_ends_are_trained_and_no_others(tokenizer, talks, turns):
-    lines = [json.dumps({"messages": [{"role": r, "content": c} for r, c in talk]}).encode() for talk in talks]
-    examples = [example for line in lines for example in parse(line, "here", Fields(turns=turns))]
+    items = [{"messages": [{"role": role, "content": text} for role, text in talk]} for talk in talks]
+    examples = [example for item in items for example in to_examples(item, "here", Fields(turns=turns))]
     documents = list(tokenize(examples, tokenizer, ROW))
     answers = [(talk, at) for talk in talks for at, (role, _) in enumerate(talk) if role == "assistant"]
     asked = [(talk, at) for talk, at in answers if turns == "all" or at == len(talk) - 1]
