@@ -160,6 +160,7 @@ def test_where_all_drafts_are_accepted_a_budget_nearly_halves_the_forwards(thres
 def test_the_automatic_budget_grows_with_each_plan_that_holds(monkeypatch):
     """Where 12 tokens are free and one slot of 4 a round is accepted, the next plan fits into them only at the end."""
     monkeypatch.setattr("refusion_jax.systems.refusion.budget.free_tokens", lambda *_: 12)
+    monkeypatch.setattr("refusion_jax.systems.refusion.budget._SHAPES", 6)  # of two, the smaller has room for more
     # A length of its own: nothing was compiled for it before.
     s = settings(new=44, eos_id=29, batch_size=1, **ONE_BY_ONE)
     auto, fixed = (dataclasses.replace(s, speculate=budget) for budget in ("auto", "12"))

@@ -1,13 +1,12 @@
 """Speculation: tokens fed ahead of time, and the compiled shapes of forward passes that hold them.
 
-Speculative tokens (the next plan, and with the authors' infilling the next drafts) never change the text; they only
-save forwards. They are free while a forward pass is bound by reading its weights, and where the shape that runs anyway
-has places left; otherwise they cost as much as any token. So there is a budget in tokens per forward: needed tokens are
-always fed, and speculative ones within the budget, or where the row has shown that they pay, or where the shape has
-room. Room goes to the smallest requests first, so that most are granted in full, since a partly granted one is of
-little use.
+Speculative tokens, those of the next plan, never change the text; they only save forwards. They are free while a
+forward pass is bound by reading its weights, and where the shape that runs anyway has places left; otherwise they cost
+as much as any token. So there is a budget in tokens per forward: needed tokens are always fed, and speculative ones
+within the budget, or where the row has shown that they pay, or where the shape has room. Room goes to the smallest
+requests first, so that most are granted in full, since a partly granted one is of no use.
 
-Axes: B rows, S shards of rows, J shapes, O options.
+Axes: B rows, S shards of rows, J shapes.
 """
 
 import dataclasses
@@ -61,9 +60,7 @@ class Sizes:
     def grant(
         self,
         needed: Int32[Array, "B"],
-        plan: Int32[Array, "B"],
-        drafts: Int32[Array, "B"],
-        room: Int32[Array, "B"],
+        requested: Int32[Array, "B"],
         budget: Int32[Array, "B"],
         plan_hits: Int32[Array, "B"],
         plan_misses: Int32[Array, "B"],
@@ -73,15 +70,12 @@ class Sizes:
 
         Args:
           needed: tokens of each row that must be fed.
-          plan, drafts: speculative tokens of each row that could be: of the next plan, and of the next drafts.
-          room: of each row for speculative tokens.
+          requested: speculative tokens of each row.
           budget: tokens up to which a forward pass of a shard may speculate; -1: as many as pay.
           plan_hits, plan_misses: how often a speculative plan could be used, and how often not.
           active: rows that are not finished.
         """
-        requested = jnp.minimum(jnp.stack([plan + drafts, plan, drafts], axis=1), room[:, None])
         affordable = jnp.where(budget < 0, worthwhile(self.free, plan_hits, plan_misses, active, self.shards), 0)
-        affordable = affordable[:, None] * jnp.array([[0, 1, 0]])  # what drafts save is not known
         budget = jnp.where(budget < 0, self.free, budget)
         return choose(needed, requested, budget, affordable, self.shapes, self.shards)
 
@@ -130,29 +124,22 @@ def worthwhile(
 
 def choose(
     needed: Int32[Array, "B"],
-    requested: Int32[Array, "B O"],
+    requested: Int32[Array, "B"],
     budget: Int32[Array, "B"],
-    affordable: Int32[Array, "B O"],
+    affordable: Int32[Array, "B"],
     shapes: tuple[ForwardShape, ...],
     shards: int,
 ) -> tuple[Int32[Array, ""], Int32[Array, "B"]]:
     """(index of the smallest shape that holds what is needed and what pays; number of speculative tokens of each row).
 
     Args:
-      needed, budget: as for `Sizes.grant`.
-      requested: speculative tokens of each row; it asks for the first option that pays, or else for the
-        first one, in case the shape has room.
-      affordable: tokens up to which each option pays whatever the budget.
+      needed, requested, budget: as for `Sizes.grant`.
+      affordable: tokens of each row up to which they pay whatever the budget.
       shapes, shards: from `shapes_of`; S.
     """
-    needed, budget = (x.reshape(shards, -1) for x in (needed, budget))  # [S, B/S]
-    requested, affordable = (x.reshape(*needed.shape, -1) for x in (requested, affordable))
-    total = jnp.sum(needed, axis=1, keepdims=True)
-    pays = (requested > 0) & ((requested <= affordable) | (total[:, :, None] + requested <= budget[:, :, None]))
-    option = jnp.argmax(pays, axis=2, keepdims=True)
-    asked, affordable = (jnp.take_along_axis(x, option, axis=2)[:, :, 0] for x in (requested, affordable))
-    within = total + asked + before(asked, asked) <= budget
-    pays = jnp.any(pays, axis=2) & ((asked <= affordable) | within)
+    needed, asked, budget, affordable = (x.reshape(shards, -1) for x in (needed, requested, budget, affordable))
+    within = jnp.sum(needed, axis=1, keepdims=True) + asked + before(asked, asked) <= budget
+    pays = (asked > 0) & ((asked <= affordable) | within)
 
     tile, tiles = jnp.array([s.tile for s in shapes])[None], jnp.array([s.tiles for s in shapes])[None]  # [1, J]
     fed = needed + jnp.where(pays, asked, 0)

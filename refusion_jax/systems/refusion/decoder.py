@@ -22,7 +22,7 @@ from jaxtyping import Array, Bool, Float32, Int32
 from refusion_jax.decoding.sampling import first, run_length, select
 from refusion_jax.decoding.settings import TracedSettings
 from refusion_jax.systems.refusion.canvas import Block
-from refusion_jax.systems.refusion.feed import Part, Reading
+from refusion_jax.systems.refusion.feed import Reading
 from refusion_jax.systems.refusion.loop import PLAN, VERIFY, Needs, SlotDecoder, Work, to_commit
 
 
@@ -43,20 +43,20 @@ class ExactInfill(SlotDecoder):
         """A row that verifies has its drafts fed; all but the last token of a slot are followed by one to compare."""
         is_verify = work.phase == VERIFY
         chosen = work.chosen & is_verify[:, None]
-        offset, none = jnp.arange(self.slot_size)[None, None], jnp.zeros_like(here.size)
+        offset = jnp.arange(self.slot_size)[None, None]
         is_open = (offset >= work.accepted[:, :, None]) & (offset + 1 < here.size[:, :, None])
         is_read = is_open & is_verify[:, None, None]
-        return Needs(chosen, jnp.where(chosen, here.size, 0), none, none, is_read, is_verify)
+        return Needs(chosen, jnp.where(chosen, here.size, 0), jnp.zeros_like(here.size), is_read, is_verify)
 
     def candidates(self, work: ExactWork) -> Int32[Array, "B M K"]:
         return work.planned
 
-    def begin(self, chosen: Bool[Array, "B M"], block: Block, plan: Reading, settings: TracedSettings) -> ExactWork:
+    def begin(self, chosen: Bool[Array, "B M"], plan: Reading) -> ExactWork:
         phase = jnp.full(chosen.shape[:1], VERIFY, jnp.int32)
         return ExactWork(phase, chosen, plan.token, jnp.zeros(chosen.shape, jnp.int32), plan.token, plan.chance)
 
     def judge(
-        self, work: ExactWork, here: Block, guess: list[Part], readings: list[Reading], settings: TracedSettings
+        self, work: ExactWork, here: Block, readings: list[Reading], settings: TracedSettings
     ) -> tuple[ExactWork, Bool[Array, "B M K"]]:
         """(the next work of each row, unless a next plan is ready; the drafts to commit).
 

@@ -70,7 +70,6 @@ class Needs(NamedTuple):
     chosen: Bool[Array, "B M"]  # the slots of its drafts
     drafted: Int32[Array, "B M"]  # number of tokens of each slot's draft
     masks: Int32[Array, "B M"]  # number of mask tokens that continue these drafts
-    guesses: Int32[Array, "B M"]  # number of such tokens that it can feed ahead of time
     is_read: Bool[Array, "B M K"]  # drafts whose logits are needed
     may_plan: Bool[Array, "B"]  # whether the next plan can be fed ahead of time
 
@@ -131,7 +130,7 @@ class SlotDecoder(Decoder):
         first_block = layout.places.block(zeros, self.block_slots)
         drafts = jnp.zeros((*first_block.size.shape, self.slot_size), jnp.int32)
         nothing = Reading(drafts, drafts * 0.0, drafts * 0.0)
-        work = self.begin(drafts[:, :, 0] > 0, first_block, nothing, layout.settings)
+        work = self.begin(drafts[:, :, 0] > 0, nothing)
         return State(
             record=Record.empty(len(zeros), self.slots * self.slot_size + self.block),
             places=layout.places,
@@ -156,19 +155,18 @@ class SlotDecoder(Decoder):
         return self.sizes(model, rows).portion
 
     def step(self, model: Transformer, s: State) -> State:
-        """One forward: drafts, a plan and guesses are fed; the phase of each row judges what is read there."""
+        """One forward: drafts, a plan and masks are fed; the phase of each row judges what is read there."""
         sizes = self.sizes(model, len(s.block))
         here, following = (s.places.block(s.block + i, self.block_slots) for i in (0, 1))
         needs = self.needs(s.work, here)
-        plan_block, planned, shape, room = self.choose_plan(s, needs, here, following, sizes)
+        plan_block, planned, shape = self.choose_plan(s, needs, here, following, sizes)
 
         offset = jnp.arange(self.slot_size)[None, None]
         drafts = Part(here, s.work.drafts, offset < needs.drafted[:, :, None], needs.is_read, self.draws_drafts)
         mask, always = jnp.full((1, 1, 1), self.ids.mask_id), jnp.ones((1, 1, 1), bool)
         plan_size = jnp.where(planned, plan_block.size, 0)
         plan = Part(plan_block, mask, offset < plan_size[:, :, None], always, is_drawn=True)
-        guess = self.guess(s.work, here, needs, room)
-        feed = pack([drafts, plan, *guess], self.candidates(s.work), self.width)
+        feed = pack([drafts, plan, *self.rest(here, needs)], self.candidates(s.work), self.width)
         hidden, index, new = run(model, s.cache, feed, self.visible(s.work, feed), shape, sizes, self.block)
         fold_in = jax.vmap(jax.random.fold_in)
         draws = fold_in(s.keys, s.rounds), fold_in(s.keys, s.rounds - 1), s.settings
@@ -177,7 +175,7 @@ class SlotDecoder(Decoder):
         tell_drafts(s.work.drafts, here.start[:, :, None] + offset, drafts.is_fed)
         tell_plan(readings[1].token, plan_block.start[:, :, None] + offset, plan.is_fed, readings[1].chance)
 
-        work, committed = self.judge(s.work, here, guess, readings, s.settings)
+        work, committed = self.judge(s.work, here, readings, s.settings)
         after = s.replace(cache=kv.write(s.cache, new), work=work)
         after = self.commit(after, s.work.drafts, committed, following, feed)
 
@@ -186,7 +184,7 @@ class SlotDecoder(Decoder):
         is_ready = jnp.any(planned, axis=1) & is_valid & after.active
         chosen = choose_slots(after.remaining, plan_block, readings[1].chance[:, :, 0], s.settings)
         return after.replace(
-            work=select(is_ready, self.begin(chosen, plan_block, readings[1], s.settings), after.work),
+            work=select(is_ready, self.begin(chosen, readings[1]), after.work),
             forwards=s.forwards + s.active,
             plans=s.plans + is_ready,
             plan_hits=s.plan_hits + (needs.may_plan & is_valid),
@@ -195,8 +193,8 @@ class SlotDecoder(Decoder):
 
     def choose_plan(
         self, s: State, needs: Needs, here: Block, following: Block, sizes: Sizes
-    ) -> tuple[Block, Bool[Array, "B M"], Int32[Array, ""], Int32[Array, "B"]]:
-        """(the block of each row's plan, its planned slots; the shape to run; the room of each row for guesses).
+    ) -> tuple[Block, Bool[Array, "B M"], Int32[Array, ""]]:
+        """(the block of each row's plan, its planned slots; the shape to run).
 
         A row in the phase PLAN plans what remains of its block. The others plan ahead if speculation has room: the
         slots that remain if all their drafts are accepted, or where none would, those of the following block.
@@ -213,14 +211,9 @@ class SlotDecoder(Decoder):
         planned = is_planning[:, None] & s.remaining
         needed = jnp.sum(needs.drafted + needs.masks + jnp.where(planned, here.size, 0), axis=1)
         next_plan = jnp.sum(jnp.where(next_slots, plan_block.size, 0), axis=1)
-        most = jnp.where(s.settings.budget != 0, self.width - needed, 0)
-        shape, room = sizes.grant(
-            needed, next_plan, jnp.sum(needs.guesses, axis=1), most, s.settings.budget, s.plan_hits, s.plan_misses,
-            s.active,
-        )  # fmt: skip
-        planned |= next_slots & (next_plan <= room)[:, None]
-        ahead = jnp.where(planned & ~is_planning[:, None], plan_block.size, 0)
-        return plan_block, planned, shape, room - jnp.sum(ahead, axis=1)
+        requested = jnp.minimum(next_plan, jnp.where(s.settings.budget != 0, self.width - needed, 0))
+        shape, room = sizes.grant(needed, requested, s.settings.budget, s.plan_hits, s.plan_misses, s.active)
+        return plan_block, planned | next_slots & (next_plan <= room)[:, None], shape
 
     def commit(
         self, s: State, drafts: Int32[Array, "B M K"], committed: Bool[Array, "B M K"], following: Block, feed: Feed
@@ -254,8 +247,8 @@ class SlotDecoder(Decoder):
         """The needs of each row's phase; `here` is its block."""
         raise NotImplementedError
 
-    def guess(self, work: Work, here: Block, needs: Needs, room: Int32[Array, "B"]) -> list[Part]:
-        """Mask tokens that continue drafts: those that are needed, and with so much room those that are speculative."""
+    def rest(self, here: Block, needs: Needs) -> list[Part]:
+        """The mask tokens that continue drafts, if the decoder ever needs any."""
         return []
 
     def candidates(self, work: Work) -> Int32[Array, "B M K"]:
@@ -267,16 +260,16 @@ class SlotDecoder(Decoder):
         (B, W), index = feed.tokens.shape, jnp.arange(feed.tokens.shape[1])
         return jnp.broadcast_to((index[:, None] >= index[None])[None], (B, W, W))
 
-    def begin(self, chosen: Bool[Array, "B M"], block: Block, plan: Reading, settings: TracedSettings) -> Work:
-        """The work of rows whose plan has chosen these slots of a block."""
+    def begin(self, chosen: Bool[Array, "B M"], plan: Reading) -> Work:
+        """The work of rows whose plan has chosen these slots of its block."""
         raise NotImplementedError
 
     def judge(
-        self, work: Work, here: Block, guess: list[Part], readings: list[Reading], settings: TracedSettings
+        self, work: Work, here: Block, readings: list[Reading], settings: TracedSettings
     ) -> tuple[Work, Bool[Array, "B M K"]]:
         """(the next work of each row, unless a next plan is ready; the drafts to commit).
 
-        `guess` is as it was fed; there are readings of the drafts, the plan and the guess.
+        There are readings of the drafts, of the plan and, where `rest` has a part, of that.
         """
         raise NotImplementedError
 
