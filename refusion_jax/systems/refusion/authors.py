@@ -24,8 +24,6 @@ from refusion_jax.systems.refusion.loop import CHECK, PLAN, PROPOSE, VERIFY, Nee
 
 
 class ThresholdInfill(SlotDecoder):
-    """The decoder with its compiled sizes."""
-
     draws_drafts: ClassVar[bool] = False
 
     def needs(self, work: Work, here: Block) -> Needs:

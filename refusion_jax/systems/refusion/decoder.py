@@ -35,8 +35,6 @@ class ExactWork(Work):
 
 
 class ExactInfill(SlotDecoder):
-    """The decoder with its compiled sizes."""
-
     draws_drafts: ClassVar[bool] = True
 
     def needs(self, work: ExactWork, here: Block) -> Needs:

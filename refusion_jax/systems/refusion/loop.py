@@ -47,8 +47,6 @@ class Work:
 
 @struct.dataclass
 class State(RowState):
-    """The state of the decoding loop."""
-
     places: Canvas
     cache: kv.Cache
     work: Work
