@@ -36,8 +36,7 @@ from jaxtyping import Array, Bool, Int32, Key
 
 from refusion_jax.cli.errors import UserError
 from refusion_jax.decoding import cache as kv
-from refusion_jax.decoding.continuation import Continuation, Continuer
-from refusion_jax.decoding.decoder import SLOT_MASK, Decoder
+from refusion_jax.decoding.decoder import SLOT_MASK, Continuation, Continuer, Decoder
 from refusion_jax.decoding.queue import UNTIL_DONE, Progress, RunningBatch
 from refusion_jax.decoding.requests import Layout, Request, text_capacity
 from refusion_jax.decoding.sampling import mask_logits, put, run_length, sample

@@ -1,6 +1,9 @@
 """What the queue asks for: a decoder, and the state that it carries from forward to forward.
 
-Axes: R requests admitted at once, B rows of the batch.
+Decoders that continue a prompt on a cache have a base class, `Continuer`, and add the width of their forwards and their
+own `init` and `step`. Unless they say otherwise, they only append to what is given: they do not see text after a gap.
+
+Axes: R requests admitted at once, B rows of the batch, T tokens, C cache entries.
 """
 
 import abc
@@ -10,11 +13,21 @@ from typing import Any, ClassVar, Self
 
 import jax.numpy as jnp
 from flax import struct
-from jaxtyping import Array, Bool, Int32, Key
+from jaxtyping import Array, Bool, Int32, Key, PyTree
 
+from refusion_jax.batch.rows import row_index
 from refusion_jax.cli.settings import scope
-from refusion_jax.decoding.requests import ROUNDING, Layout, Places, Request, most_new_tokens, prefill_chunk
-from refusion_jax.decoding.sampling import Record, put
+from refusion_jax.decoding import cache as kv
+from refusion_jax.decoding.requests import (
+    ROUNDING,
+    Layout,
+    Places,
+    Request,
+    most_new_tokens,
+    prefill_chunk,
+    text_capacity,
+)
+from refusion_jax.decoding.sampling import Record, put, select
 from refusion_jax.decoding.settings import Settings, TokenIds, TracedSettings
 from refusion_jax.distributed.sharding import shard_count_here
 from refusion_jax.model.shape import ModelConfig
@@ -136,3 +149,96 @@ class Decoder(abc.ABC):
     def prefix_block(self) -> int:
         """Given tokens of which the first so many depend on no later ones, however often; see `prefixes`."""
         return ROUNDING
+
+
+@struct.dataclass
+class Continuation(RowState):
+    """The state of a decoder with a cache."""
+
+    cache: kv.Cache
+
+    def commit(
+        self,
+        cache: kv.Cache,
+        tokens: Int32[Array, "B T"],
+        places: Int32[Array, "B T"],
+        count: Int32[Array, "B"],
+        eos_id: int,
+    ) -> tuple["Continuation", Int32[Array, "B"]]:
+        """Commits the first `count` of these tokens, up to an EOS and the last place: (the next state, their number).
+
+        As many entries of the cache, which the forward has written, are committed.
+        """
+        count = jnp.where(self.active, jnp.minimum(count, self.places.count - self.record.count), 0)
+        ends = (tokens == eos_id) & (jnp.arange(tokens.shape[1])[None] < count[:, None])
+        has_end = jnp.any(ends, axis=1)
+        count = jnp.where(has_end, jnp.argmax(ends, axis=1) + 1, count)
+        record = self.record.append(tokens, places, count)
+        after = self.replace(
+            cache=kv.commit(cache, count),
+            record=record,
+            active=self.active & ~has_end & (record.count < self.places.count),
+            forwards=self.forwards + self.active,
+        )
+        return after, count
+
+    def renewed(self, after: "Continuation", **new: PyTree) -> "Continuation":
+        """The state `after` a forward pass, with new values of some fields in the rows that were active before it."""
+        return after.replace(**select(self.active, new, {name: getattr(self, name) for name in new}))
+
+
+@struct.dataclass
+class FilledText(Continuation):
+    """The state of decoders that fill the masks of a text."""
+
+    text: Int32[Array, "B C"]  # the mask token wherever nothing is filled
+    length: Int32[Array, "B"]  # at most; where an EOS is filled, the text ends there
+
+    def masks(self, mask_id: int) -> Bool[Array, "B C"]:
+        """The places that are still to be filled; a prompt may hold mask tokens as well."""
+        index = row_index(self.text)
+        return (self.text == mask_id) & (index >= self.places.position[:, :1]) & (index < self.length[:, None])
+
+    def fill(
+        self,
+        cache: kv.Cache,
+        is_new: Bool[Array, "B T"],
+        tokens: Int32[Array, "B T"],
+        places: Int32[Array, "B T"],
+        ids: TokenIds,
+        **own: Any,
+    ) -> "FilledText":
+        """The state after a forward pass of active rows that fills new tokens, up to the first EOS among them."""
+        is_new &= self.active[:, None]
+        length = jnp.min(jnp.where(is_new & (tokens == ids.eos_id), places + 1, self.length[:, None]), axis=1)
+        is_new &= places < length[:, None]
+        after = self.replace(
+            cache=cache,
+            record=self.record.append_where(is_new, tokens, places),
+            text=put(self.text, jnp.where(is_new, places, self.text.shape[1]), tokens),
+            length=length,
+            forwards=self.forwards + self.active,
+            **own,
+        )
+        return after.replace(active=self.active & jnp.any(after.masks(ids.mask_id), axis=1))
+
+
+class Continuer(Decoder):
+    """A decoder that continues a prompt on a cache."""
+
+    settings: ClassVar[type[Settings]] = Settings
+    copies_prefix: ClassVar[bool] = True
+    fills_gaps: ClassVar[bool] = False
+
+    @classmethod
+    def for_requests(cls, requests: Sequence[Request], model: ModelConfig) -> Self:
+        width = cls.width_for(requests)
+        return cls.sized(requests, model, width=width, cache_length=text_capacity(requests) + width)
+
+    @classmethod
+    def width_for(cls, requests: Sequence[Request]) -> int:
+        """Tokens of a row in one forward pass that serve these requests."""
+        raise NotImplementedError
+
+    def scored(self, model: Transformer, rows: int) -> int:
+        return super().scored(model, rows) * min(self.width, self.new_tokens) // self.width

@@ -20,8 +20,7 @@ from refusion_jax.batch.rows import Rows, next_in_row, precedes_response, text_p
 from refusion_jax.batch.visibility import CAUSAL, Pattern, Visibility
 from refusion_jax.cli.errors import UserError
 from refusion_jax.decoding import cache as kv
-from refusion_jax.decoding.continuation import Continuation, Continuer
-from refusion_jax.decoding.decoder import LAST_TOKEN
+from refusion_jax.decoding.decoder import LAST_TOKEN, Continuation, Continuer
 from refusion_jax.decoding.reference import ReferenceDecoder
 from refusion_jax.decoding.requests import Layout, Request
 from refusion_jax.decoding.sampling import mask_logits, sample

@@ -49,7 +49,7 @@ from refusion_jax.batch.visibility import CAUSAL, Pattern, Visibility
 from refusion_jax.cli.settings import declared, setting
 from refusion_jax.decoding import cache as kv
 from refusion_jax.decoding import settings as shared
-from refusion_jax.decoding.continuation import Continuer, FilledText
+from refusion_jax.decoding.decoder import Continuer, FilledText
 from refusion_jax.decoding.reference import ReferenceDecoder
 from refusion_jax.decoding.requests import Layout, Request
 from refusion_jax.decoding.sampling import mask_logits, probability, sample

@@ -28,7 +28,7 @@ from jaxtyping import Array, Int32, Key
 
 from refusion_jax.cli.settings import setting
 from refusion_jax.decoding import cache as kv
-from refusion_jax.decoding.continuation import FilledText
+from refusion_jax.decoding.decoder import FilledText
 from refusion_jax.decoding.reference import ReferenceDecoder
 from refusion_jax.decoding.requests import Layout, Request
 from refusion_jax.decoding.sampling import probability, put, sample

@@ -32,8 +32,7 @@ from refusion_jax.decoding import cache as kv
 from refusion_jax.decoding import sampling
 from refusion_jax.decoding import settings as shared
 from refusion_jax.decoding.auxiliary import in_vocabulary
-from refusion_jax.decoding.continuation import Continuation, Continuer
-from refusion_jax.decoding.decoder import LAST_TOKEN
+from refusion_jax.decoding.decoder import LAST_TOKEN, Continuation, Continuer
 from refusion_jax.decoding.reference import ReferenceDecoder
 from refusion_jax.decoding.requests import Layout, Request
 from refusion_jax.decoding.sampling import mask_logits

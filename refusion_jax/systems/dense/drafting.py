@@ -37,8 +37,7 @@ from refusion_jax.cli.settings import setting
 from refusion_jax.decoding import cache as kv
 from refusion_jax.decoding import sampling
 from refusion_jax.decoding import settings as shared
-from refusion_jax.decoding.continuation import Continuation, Continuer
-from refusion_jax.decoding.decoder import LAST_TOKEN
+from refusion_jax.decoding.decoder import LAST_TOKEN, Continuation, Continuer
 from refusion_jax.decoding.requests import Layout, Request, text_capacity
 from refusion_jax.decoding.sampling import mask_logits, run_length, select
 from refusion_jax.decoding.trajectory import tell_plan

@@ -16,8 +16,7 @@ from flax import struct
 from jaxtyping import Array, Int32, Key
 
 from refusion_jax.decoding import cache as kv
-from refusion_jax.decoding.continuation import Continuation, Continuer
-from refusion_jax.decoding.decoder import SLOT_MASK
+from refusion_jax.decoding.decoder import SLOT_MASK, Continuation, Continuer
 from refusion_jax.decoding.requests import Layout, Request
 from refusion_jax.decoding.sampling import mask_logits, sample
 from refusion_jax.model.transformer import Transformer
