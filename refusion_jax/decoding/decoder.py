@@ -3,7 +3,7 @@
 Decoders that continue a prompt on a cache have a base class, `Continuer`, and add the width of their forwards and their
 own `init` and `step`. Unless they say otherwise, they only append to what is given: they do not see text after a gap.
 
-Axes: R requests admitted at once, B rows of the batch, T tokens, C cache entries.
+Axes: R requests admitted at once, B rows of the batch, T tokens, C cache entries, V vocabulary.
 """
 
 import abc
@@ -13,7 +13,7 @@ from typing import Any, ClassVar, Self
 
 import jax.numpy as jnp
 from flax import struct
-from jaxtyping import Array, Bool, Int32, Key, PyTree
+from jaxtyping import Array, Bool, Float32, Int32, Key, PyTree
 
 from refusion_jax.batch.rows import row_index
 from refusion_jax.cli.settings import scope
@@ -27,8 +27,9 @@ from refusion_jax.decoding.requests import (
     prefill_chunk,
     text_capacity,
 )
-from refusion_jax.decoding.sampling import Record, put, select
+from refusion_jax.decoding.sampling import Record, mask_logits, probability, put, sample, select
 from refusion_jax.decoding.settings import Settings, TokenIds, TracedSettings
+from refusion_jax.decoding.trajectory import tell_plan
 from refusion_jax.distributed.sharding import shard_count_here
 from refusion_jax.model.shape import ModelConfig
 from refusion_jax.model.transformer import Transformer
@@ -198,6 +199,16 @@ class FilledText(Continuation):
         """The places that are still to be filled; a prompt may hold mask tokens as well."""
         index = row_index(self.text)
         return (self.text == mask_id) & (index >= self.places.position[:, :1]) & (index < self.length[:, None])
+
+    def propose(
+        self, logits: Float32[Array, "B T V"], places: Int32[Array, "B T"], is_read: Bool[Array, "B T"], ids: TokenIds
+    ) -> tuple[Int32[Array, "B T"], Float32[Array, "B T"], Float32[Array, "B T V"]]:
+        """(a token for each place that is read, its probability; the logits of the real vocabulary)."""
+        real, choosable = mask_logits(logits, self.places.may_end(places), ids)
+        tokens = sample(choosable, is_read, self.keys, places, self.settings)
+        chances = probability(real, tokens)
+        tell_plan(tokens, places, is_read, chances)
+        return tokens, chances, real
 
     def fill(
         self,

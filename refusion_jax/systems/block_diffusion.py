@@ -59,8 +59,6 @@ from refusion_jax.decoding import settings as shared
 from refusion_jax.decoding.decoder import Continuer, FilledText
 from refusion_jax.decoding.reference import ReferenceDecoder
 from refusion_jax.decoding.requests import Layout, Request
-from refusion_jax.decoding.sampling import mask_logits, probability, sample
-from refusion_jax.decoding.trajectory import tell_plan
 from refusion_jax.model.families import Release
 from refusion_jax.model.shape import ModelConfig
 from refusion_jax.model.transformer import Transformer
@@ -178,17 +176,17 @@ class BlockByBlock(Continuer):
         cache = kv.Cache(entries, (given.length - self.shift) // K * K)
         return FilledText.start_text(layout, keys, K, self.ids.mask_id, cache=cache)
 
-    def look(self, model: Transformer, s: FilledText) -> tuple[Array, Array, Array, Array, kv.Cache]:
-        """One forward over each row's block: its places, what was fed, the logits of `mask_logits`, the cache."""
+    def look(self, model: Transformer, s: FilledText) -> tuple[Array, Array, Array, kv.Cache]:
+        """One forward over each row's block: its places, what was fed, the logits, the cache."""
         at = s.cache.length[:, None] + jnp.arange(self.width)[None]  # [B, K]
         fed = jnp.where(at < s.length[:, None], jnp.take_along_axis(s.text, at, axis=1), self.ids.mask_id)
         logits, cache = kv.extend(model, s.cache, fed, at, jnp.ones((1, self.width, self.width), bool))
-        return at, fed, *mask_logits(logits, s.places.may_end(at + self.shift), self.ids), cache
+        return at, fed, logits, cache
 
     def step(self, model: Transformer, s: FilledText) -> FilledText:
         """One forward over each row's block: reveals tokens, or commits it and, if shifted, reveals one of the next."""
         offset, own = jnp.arange(self.width)[None], s.settings
-        at, _, real, choosable, cache = self.look(model, s)
+        at, _, logits, cache = self.look(model, s)
 
         open_here = jnp.take_along_axis(s.masks(self.ids.mask_id), at, axis=1)  # masks of the block
         is_done = ~jnp.any(open_here, axis=1)
@@ -197,9 +195,8 @@ class BlockByBlock(Continuer):
         readable = open_here & (part == here)
         if self.shift:  # the first token of a block is read from the last one before it
             readable = jnp.where(is_done[:, None], offset == self.width - 1, next_in_row(readable))
-        chosen = sample(choosable, readable, s.keys, at + self.shift, own)
-        confidence = jnp.where(readable, probability(real, chosen), -1.0)
-        tell_plan(chosen, at + self.shift, readable & open_here, confidence)
+        chosen, chance, _ = s.propose(logits, at + self.shift, readable, self.ids)
+        confidence = jnp.where(readable, chance, -1.0)
         is_best = offset == jnp.argmax(confidence, axis=1)[:, None]
         reveals = readable & ((confidence > own.threshold[:, None]) | is_best)
         cache = kv.commit(cache, jnp.where(s.active & is_done, self.width, 0))

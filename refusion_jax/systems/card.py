@@ -52,8 +52,6 @@ from refusion_jax.decoding import settings as shared
 from refusion_jax.decoding.decoder import Continuer, FilledText
 from refusion_jax.decoding.reference import ReferenceDecoder
 from refusion_jax.decoding.requests import Layout, Request
-from refusion_jax.decoding.sampling import mask_logits, probability, sample
-from refusion_jax.decoding.trajectory import tell_plan
 from refusion_jax.model.transformer import Transformer
 from refusion_jax.systems.interface import ConfigSection, Objective, System
 
@@ -155,10 +153,7 @@ class CausalBlocks(Continuer):
         is_open = s.active & jnp.any(is_mask, axis=1)
 
         logits, cache = kv.extend(model, s.cache, jnp.take_along_axis(s.text, at, axis=1), at)
-        real, choosable = mask_logits(logits, s.places.may_end(at + 1), self.ids)
-        chosen = sample(choosable, is_mask, s.keys, at + 1, s.settings)
-        chance = probability(real, chosen)
-        tell_plan(chosen, at + 1, is_mask, chance)
+        chosen, chance, _ = s.propose(logits, at + 1, is_mask, self.ids)
         reveals = is_mask & (chance > s.settings.threshold[:, None])
         is_last = (s.passed + 1 >= s.settings.passes) | ~jnp.any(reveals, axis=1)
         reveals = jnp.where(is_last[:, None], is_mask, reveals)

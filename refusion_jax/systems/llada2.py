@@ -31,8 +31,7 @@ from refusion_jax.decoding import cache as kv
 from refusion_jax.decoding.decoder import FilledText
 from refusion_jax.decoding.reference import ReferenceDecoder
 from refusion_jax.decoding.requests import Layout, Request
-from refusion_jax.decoding.sampling import probability, put, sample
-from refusion_jax.decoding.trajectory import tell_plan
+from refusion_jax.decoding.sampling import put
 from refusion_jax.model.families import Release
 from refusion_jax.model.transformer import Transformer
 from refusion_jax.systems import block_diffusion, sdar
@@ -79,11 +78,9 @@ class EditedBlocks(sdar.BlockByBlock):
 
     def step(self, model: Transformer, s: EditedText) -> EditedText:
         """One forward over each row's block: writes and edits tokens, or commits it if none changes."""
-        at, fed, real, choosable, cache = self.look(model, s)
+        at, fed, logits, cache = self.look(model, s)
         own, is_own = s.settings, (at >= s.places.position[:, :1]) & (at < s.length[:, None])
-        chosen = sample(choosable, is_own, s.keys, at, own)
-        confidence = probability(real, chosen)
-        tell_plan(chosen, at, is_own, confidence)
+        chosen, confidence, _ = s.propose(logits, at, is_own, self.ids)
 
         is_mask = is_own & (fed == self.ids.mask_id)
         has_masks = jnp.any(is_mask, axis=1)

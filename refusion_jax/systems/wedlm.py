@@ -50,8 +50,7 @@ from refusion_jax.decoding import settings as shared
 from refusion_jax.decoding.decoder import Continuer, FilledText
 from refusion_jax.decoding.reference import ReferenceDecoder
 from refusion_jax.decoding.requests import Layout, Request, most_new_tokens
-from refusion_jax.decoding.sampling import mask_logits, probability, run_length, sample
-from refusion_jax.decoding.trajectory import tell_plan
+from refusion_jax.decoding.sampling import run_length
 from refusion_jax.model.families import Release
 from refusion_jax.model.transformer import Transformer
 from refusion_jax.systems.interface import ConfigSection, Objective, System
@@ -145,10 +144,7 @@ class SlidingWindow(Continuer):
         tokens, at, is_mask = (jnp.take_along_axis(x, order, axis=1) for x in (tokens, at, is_in & ~is_filled))
 
         logits, cache = kv.extend(model, s.cache, tokens, at)
-        real, choosable = mask_logits(logits, s.places.may_end(at), self.ids)
-        chosen = sample(choosable, is_mask, s.keys, at, s.settings)
-        tell_plan(chosen, at, is_mask, probability(real, chosen))
-
+        chosen, _, real = s.propose(logits, at, is_mask, self.ids)
         first = jnp.min(jnp.where(is_mask, at, jnp.iinfo(jnp.int32).max), axis=1, keepdims=True)
         penalty = s.settings.distance_penalty[:, None] * (at - first)
         score = jnp.where(is_mask, entropy(real) + penalty, jnp.inf)
