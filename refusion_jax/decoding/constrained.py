@@ -40,7 +40,7 @@ from refusion_jax.decoding.decoder import SLOT_MASK, Continuation, Continuer, De
 from refusion_jax.decoding.queue import UNTIL_DONE, Progress, RunningBatch
 from refusion_jax.decoding.requests import Layout, Request, text_capacity
 from refusion_jax.decoding.sampling import mask_logits, put, run_length, sample
-from refusion_jax.decoding.trajectory import tell_drafts
+from refusion_jax.decoding.trajectory import tell
 from refusion_jax.distributed.processes import fetch
 from refusion_jax.distributed.sharding import sharding
 from refusion_jax.model.transformer import Transformer
@@ -134,7 +134,7 @@ class Constrained(Continuer):
         is_reached = offset <= s.drafted[:, None]
         agrees = (tokens[:, : N - 1] == s.drafts) & is_reached[:, 1:]
         accepted = run_length(agrees)
-        tell_drafts(s.drafts, begin + place[:, : N - 1], is_reached[:, 1:])
+        tell(s.drafts, begin + place[:, : N - 1], is_reached[:, 1:])
         after, kept = s.commit(cache, tokens[:, :N], begin + place, accepted + 1, self.ids.eos_id)
         last = jnp.take_along_axis(tokens, jnp.maximum(kept - 1, 0)[:, None], axis=1)[:, 0]
         # After a refused draft, what the later ones predict is the best guess there is (Jacobi iteration).

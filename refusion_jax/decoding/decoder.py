@@ -29,7 +29,7 @@ from refusion_jax.decoding.requests import (
 )
 from refusion_jax.decoding.sampling import Record, mask_logits, probability, put, sample, select
 from refusion_jax.decoding.settings import Settings, TokenIds, TracedSettings
-from refusion_jax.decoding.trajectory import tell_plan
+from refusion_jax.decoding.trajectory import tell
 from refusion_jax.distributed.sharding import shard_count_here
 from refusion_jax.model.shape import ModelConfig
 from refusion_jax.model.transformer import Transformer
@@ -207,7 +207,7 @@ class FilledText(Continuation):
         real, choosable = mask_logits(logits, self.places.may_end(places), ids)
         tokens = sample(choosable, is_read, self.keys, places, self.settings)
         chances = probability(real, tokens)
-        tell_plan(tokens, places, is_read, chances)
+        tell(tokens, places, is_read, chances)
         return tokens, chances, real
 
     def fill(

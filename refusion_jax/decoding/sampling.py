@@ -11,7 +11,7 @@ from flax import struct
 from jaxtyping import Array, ArrayLike, Bool, Float32, Int32, Key, PyTree
 
 from refusion_jax.decoding.settings import TokenIds, TracedSettings
-from refusion_jax.decoding.trajectory import Told, tell_drafts
+from refusion_jax.decoding.trajectory import Told, tell
 
 
 @struct.dataclass
@@ -234,7 +234,7 @@ def verify(
     chance = _of(p[:, :M], drafts) / jnp.maximum(_of(q, drafts), jnp.finfo(jnp.float32).tiny)
     accepts = jax.vmap(jax.vmap(jax.random.uniform))(_keys_at(keys, places[:, :M], _CHECK)) < chance
     accepted = run_length(accepts & (offset[:, :M] < drafted[:, None]))
-    tell_drafts(drafts, places[:, :M], offset[:, :M] < drafted[:, None])
+    tell(drafts, places[:, :M], offset[:, :M] < drafted[:, None])
     is_refused = (offset < drafted[:, None])[:, :, None]
     left = jnp.where(is_refused, jnp.maximum(p - jnp.pad(q, ((0, 0), (0, 1), (0, 0))), 0), p)
     token = jnp.take_along_axis(draw(left, is_warm, keys, places, _REPAIR), accepted[:, None], axis=1)

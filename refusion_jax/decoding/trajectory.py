@@ -1,7 +1,7 @@
 """What each forward of a decoding plans and verifies: recorded on the device, where the caller asks for it.
 
-A decoder says it by `tell_plan` and `tell_drafts` in its `step`, whatever it is. They are collected while the step is
-traced inside `told`, and do nothing elsewhere: a program that records nothing is the same as if they were not there.
+A decoder says it by `tell` in its `step`, whatever it is. That is collected while the step is traced inside `collect`,
+and does nothing elsewhere: a program that records nothing is the same as if it were not there.
 
 Axes: L forwards, B rows, T places.
 """
@@ -63,22 +63,14 @@ def collect() -> Iterator[list[Told]]:
         _collected.reset(token)
 
 
-def tell_drafts(tokens: Int32[Array, "B *T"], places: Int32[Array, "B *T"], is_fed: Bool[Array, "B *T"]) -> None:
-    """Tells which drafts this forward pass verifies."""
-    _tell(tokens, places, is_fed, None)
-
-
-def tell_plan(
+def tell(
     tokens: Int32[Array, "B *T"],
     places: Int32[Array, "B *T"],
-    is_planned: Bool[Array, "B *T"],
-    chances: Float32[Array, "B *T"],
+    where: Bool[Array, "B *T"],
+    chances: Float32[Array, "B *T"] | None = None,
 ) -> None:
-    """Tells which tokens this forward predicts at masks, with their probabilities; whether or not it commits them."""
-    _tell(tokens, places, is_planned, chances)
-
-
-def _tell(tokens: Array, places: Array, where: Array, chances: Array | None) -> None:
+    """Tells which drafts this forward pass verifies, or with `chances` which tokens it predicts at masks, with their
+    probabilities, whether or not it commits them."""
     if (told := _collected.get()) is None:
         return
 

@@ -42,8 +42,8 @@ from refusion_jax.decoding.auxiliary import in_vocabulary
 from refusion_jax.decoding.decoder import Decoder
 from refusion_jax.decoding.reference import ReferenceDecoder
 from refusion_jax.decoding.requests import Layout, Places, Request, most_new_tokens, text_capacity
-from refusion_jax.decoding.sampling import run_length
-from refusion_jax.decoding.trajectory import tell_drafts, tell_plan
+from refusion_jax.decoding.sampling import mask_logits, run_length, sample
+from refusion_jax.decoding.trajectory import tell
 from refusion_jax.model.shape import ModelConfig
 from refusion_jax.model.transformer import Transformer
 from refusion_jax.systems import masked
@@ -103,8 +103,7 @@ class DraftAndAgree(Decoder):
         ahead = s.replace(length=given + done + w.size)
         drafter = masked.propose(masked.denoise(model, ahead, w.position, self.shifted), s, w, self.ids)
         drafts = drafter.token
-        tell_plan(drafts, w.position, w.masked, drafter.probability)
-        tell_drafts(drafts, w.position, w.masked)
+        tell(drafts, w.position, w.masked)
 
         last = jnp.take_along_axis(s.text, (given + done - 1)[:, None], axis=1)
         fed = jnp.concatenate([last, drafts[:, :-1]], axis=1)
@@ -112,7 +111,9 @@ class DraftAndAgree(Decoder):
         share = s.settings.drafter_weight[:, None, None]
         verifier = in_vocabulary(logits, drafter.real.shape[2])
         blended = jnp.where(drafter.real > -jnp.inf, share * drafter.real + (1 - share) * verifier, -jnp.inf)
-        targets = masked.propose(blended, s, w, self.ids).token
+        _, choosable = mask_logits(blended, w.may_end, self.ids)
+        keys = jax.vmap(jax.random.fold_in)(s.keys, s.forwards)  # as the drafts were drawn with
+        targets = sample(choosable, w.masked, keys, w.position, s.settings)
 
         agrees = w.masked & (targets == drafts)
         prefix = jnp.maximum(run_length(agrees), 1)[:, None]

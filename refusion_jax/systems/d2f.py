@@ -51,7 +51,6 @@ from refusion_jax.decoding import settings as shared
 from refusion_jax.decoding.decoder import Decoder
 from refusion_jax.decoding.reference import ReferenceDecoder
 from refusion_jax.decoding.requests import Layout, Request, most_new_tokens, rounded_up, text_capacity
-from refusion_jax.decoding.trajectory import tell_plan
 from refusion_jax.model.shape import ModelConfig
 from refusion_jax.model.transformer import Transformer
 from refusion_jax.systems import masked
@@ -192,7 +191,6 @@ class Pipeline(Decoder):
         logits, cache = kv.extend(model, s.cache, tokens, index, (block[:, None] >= block[None])[None])
 
         proposal = masked.propose(logits, s, w, self.ids)
-        tell_plan(proposal.token, w.position, w.masked, proposal.probability)
         by_block = (len(index), F // K, K)
         p = jnp.where(w.masked, proposal.probability, -1.0).reshape(by_block)
         sure = p > own.threshold[:, None, None]

@@ -40,7 +40,6 @@ from refusion_jax.cli.settings import setting
 from refusion_jax.decoding.cache import Cache, stored
 from refusion_jax.decoding.reference import ReferenceDecoder
 from refusion_jax.decoding.requests import Layout, Request
-from refusion_jax.decoding.trajectory import tell_plan
 from refusion_jax.model.key_values import KeyValues
 from refusion_jax.model.shape import ModelConfig
 from refusion_jax.model.transformer import Transformer
@@ -116,7 +115,6 @@ class BlockCache(masked.MaskedDecoder):
         whole, block = (lambda: self._whole(model, s, w, takes_part)), (lambda: self._block(model, s))
         x, entries = jax.lax.cond(is_whole, whole, block)
         proposal = masked.propose(model.logits(x), s, w, self.ids)
-        tell_plan(proposal.token, w.position, w.masked, proposal.probability)
         is_first = is_whole & self.shifted & (jnp.arange(self.block_length)[None] == 0)
         return self.commit(s.replace(entries=entries), w, proposal, takes_part, is_first)
 

@@ -53,7 +53,7 @@ from refusion_jax.decoding.decoder import Continuation, Continuer
 from refusion_jax.decoding.reference import ReferenceDecoder
 from refusion_jax.decoding.requests import Layout, Request
 from refusion_jax.decoding.sampling import mask_logits
-from refusion_jax.decoding.trajectory import tell_plan
+from refusion_jax.decoding.trajectory import tell
 from refusion_jax.model.families import Release
 from refusion_jax.model.shape import ModelConfig
 from refusion_jax.model.transformer import Transformer
@@ -167,7 +167,7 @@ class DraftAndCheck(Continuer):
         drafts = sampling.draw(q, is_warm, s.keys, at)
         of_masks = jnp.take_along_axis(choosable, from_mask[:, :, None], axis=1)
         is_kept = (accepted == s.drafted)[:, None] & (at >= 0)
-        tell_plan(drafts, at, is_kept, sampling.probability(of_masks, drafts))
+        tell(drafts, at, is_kept, sampling.probability(of_masks, drafts))
         drafted = jnp.where(accepted == s.drafted, N - 1, 0)
         return s.renewed(after, pending=tokens[:, -1], drafts=drafts, q=q, drafted=drafted)
 

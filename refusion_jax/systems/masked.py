@@ -28,7 +28,7 @@ from refusion_jax.decoding.reference import ReferenceDecoder
 from refusion_jax.decoding.requests import Layout, Places, Request, most_new_tokens, text_capacity
 from refusion_jax.decoding.sampling import mask_logits, probability, put, sample
 from refusion_jax.decoding.settings import TokenIds
-from refusion_jax.decoding.trajectory import tell_plan
+from refusion_jax.decoding.trajectory import tell
 from refusion_jax.model.shape import ModelConfig
 from refusion_jax.model.transformer import Transformer
 
@@ -148,7 +148,6 @@ class MaskedDecoder(Decoder):
         w, after_block = self.window(s)
         logits = denoise(model, s, w.position, self.shifted, self.fed(s, after_block))
         proposal = propose(logits, s, w, self.ids)
-        tell_plan(proposal.token, w.position, w.masked, proposal.probability)
         return self.commit(s, w, proposal, s.active)
 
     def fed(self, s: MaskedText, after_block: Int32[Array, "B"]) -> Bool[Array, "B C"] | None:
@@ -195,10 +194,12 @@ def window(s: MaskedText, ids: TokenIds, size: int, first: Int32[Array, "B"], le
 
 
 def propose(logits: Float32[Array, "B K V"], s: MaskedText, w: Window, ids: TokenIds) -> Proposal:
-    """Proposes a token for every place of a window."""
+    """Proposes a token for every place of a window, as the plan of this forward pass."""
     real, choosable = mask_logits(logits, w.may_end, ids)
     keys = jax.vmap(jax.random.fold_in)(s.keys, s.forwards)
-    return Proposal(sample(choosable, w.masked, keys, w.position, s.settings), real, choosable)
+    proposal = Proposal(sample(choosable, w.masked, keys, w.position, s.settings), real, choosable)
+    tell(proposal.token, w.position, w.masked, proposal.probability)
+    return proposal
 
 
 def ranks(confidence: Float32[Array, "B K"], w: Window) -> Int32[Array, "B K"]:

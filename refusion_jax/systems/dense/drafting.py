@@ -40,7 +40,7 @@ from refusion_jax.decoding import settings as shared
 from refusion_jax.decoding.decoder import LAST_TOKEN, Continuation, Continuer
 from refusion_jax.decoding.requests import Layout, Request, text_capacity
 from refusion_jax.decoding.sampling import mask_logits, run_length, select
-from refusion_jax.decoding.trajectory import tell_plan
+from refusion_jax.decoding.trajectory import tell
 from refusion_jax.distributed.chips import free_tokens
 from refusion_jax.distributed.sharding import device_kind_here, shard_count_here
 from refusion_jax.model.shape import ModelConfig
@@ -211,7 +211,7 @@ class Drafting(Continuer):
             new |= self._next_drafts(s, likely[:, n:], sure[:, n:], prefixes, accepted, kept)
             ahead = new["place"][:, None] + 1 + jnp.arange(len(new["sure"][0]))[None]
             is_new = jnp.arange(ahead.shape[1])[None] < new["drafted"][:, None]
-            tell_plan(new["drafts"], ahead, is_new, new["sure"])
+            tell(new["drafts"], ahead, is_new, new["sure"])
         return s.renewed(after, **new)
 
     def _next_drafts(

@@ -24,7 +24,7 @@ from refusion_jax.decoding.decoder import SLOT_MASK, Decoder, RowState
 from refusion_jax.decoding.requests import Layout, Request, text_capacity
 from refusion_jax.decoding.sampling import Record, first, select
 from refusion_jax.decoding.settings import TracedSettings
-from refusion_jax.decoding.trajectory import tell_drafts, tell_plan
+from refusion_jax.decoding.trajectory import tell
 from refusion_jax.model.shape import ModelConfig
 from refusion_jax.model.transformer import Transformer
 from refusion_jax.systems.refusion.budget import Sizes
@@ -170,8 +170,8 @@ class SlotDecoder(Decoder):
         draws = fold_in(s.keys, s.rounds), fold_in(s.keys, s.rounds - 1), s.settings
         readings = read(model, hidden, index, feed, draws, self.ids, sizes, s.work.drafts.shape)
 
-        tell_drafts(s.work.drafts, here.start[:, :, None] + offset, drafts.is_fed)
-        tell_plan(readings[1].token, plan_block.start[:, :, None] + offset, plan.is_fed, readings[1].chance)
+        tell(s.work.drafts, here.start[:, :, None] + offset, drafts.is_fed)
+        tell(readings[1].token, plan_block.start[:, :, None] + offset, plan.is_fed, readings[1].chance)
 
         work, committed = self.judge(s.work, here, readings, s.settings)
         after = s.replace(cache=kv.write(s.cache, new), work=work)

@@ -26,7 +26,7 @@ from refusion_jax.systems.refusion.settings import SequentialSettings
 
 @struct.dataclass
 class State(Continuation):
-    last: Int32[Array, "B"]  # the last token, which is not in the cache yet unless it was given
+    last: Int32[Array, "B"]  # the last token, not in the cache yet
     last_place: Int32[Array, "B"]  # its position in the text
 
 
@@ -48,26 +48,18 @@ class Sequential(Continuer):
         return layout.replace(settings=layout.settings.replace(begins=np.stack(begins)))
 
     def init(self, model: Transformer, layout: Layout, keys: Key[Array, "B"]) -> State:
-        given = layout.given
-        last = jnp.take_along_axis(given.tokens, given.length[:, None] - 1, axis=1)[:, 0]
-        cache = kv.prefill(model, given, self.chunk)
-        return State.start(layout, keys, self.width, cache=cache, last=last, last_place=jnp.zeros_like(last))
+        cache, last = kv.prefill_but_last(model, layout.given, self.chunk)
+        at = jnp.take_along_axis(layout.given.positions, cache.length[:, None], axis=1)[:, 0]
+        return State.start(layout, keys, self.width, cache=cache, last=last, last_place=at)
 
     def step(self, model: Transformer, s: State) -> State:
         at = jnp.minimum(s.record.count, self.new_tokens - 1)[:, None]
         place, from_mask = (jnp.take_along_axis(x, at, axis=1) for x in (s.places.position, s.settings.begins))
-        last_is_new = s.record.count > 0  # otherwise it was given and is already in the cache
-        last_place = jnp.where(last_is_new, s.last_place, place[:, 0] - 1)
-
         tokens = jnp.stack([s.last, jnp.full_like(s.last, self.ids.mask_id)], axis=1)
-        positions = jnp.stack([last_place, place[:, 0]], axis=1)
-        sees_last = last_is_new[:, None, None] & jnp.array([[[True, False], [True, False]]])
-        visible = sees_last | jnp.array([[[False, False], [False, True]]])
-        logits, cache = kv.extend(model, s.cache, tokens, positions, visible)
+        logits, cache = kv.extend(model, s.cache, tokens, jnp.stack([s.last_place, place[:, 0]], axis=1))
 
         chosen = jnp.where(from_mask, logits[:, 1], logits[:, 0])[:, None]  # [B, 1, V]
         _, choosable = mask_logits(chosen, s.places.may_end(place), self.ids)
         token = sample(choosable, jnp.ones_like(place, bool), s.keys, place, s.settings)
-        after, count = s.commit(cache, token, place, jnp.ones_like(s.last), self.ids.eos_id)
-        cache = kv.commit(cache, jnp.where(last_is_new, count, 0))
-        return s.renewed(after.replace(cache=cache), last=token[:, 0], last_place=place[:, 0])
+        after, _ = s.commit(cache, token, place, jnp.ones_like(s.last), self.ids.eos_id)
+        return s.renewed(after, last=token[:, 0], last_place=place[:, 0])
