@@ -77,7 +77,7 @@ def measure(model: Transformer, own: flags.FlagValues, batch_sizes: list[int]) -
     method, c = next(iter(default_system().decoders)), model.config
     shared = read_shared(own)
     setups = own.setup or [f"{method} infill=threshold", f"{method} infill=exact"]
-    plain = read_setup(f"{method} infill=threshold", shared).resolved
+    plain = read_setup(f"{method} infill=threshold", shared).for_model(c)
     subjects = {
         (setup, size): read_setup(setup, shared | {"batch_size": size}) for setup in setups for size in batch_sizes
     }

@@ -19,6 +19,7 @@ from typing import Any, ClassVar, Self
 
 from jaxtyping import Array, Bool
 
+from refusion_jax.model.shape import ModelConfig
 from refusion_jax.systems.refusion.decoder import ExactInfill, ExactWork
 from refusion_jax.systems.refusion.feed import Feed
 from refusion_jax.systems.refusion.settings import CONFIDENCE, EXACT, LEFT_TO_RIGHT, THRESHOLD, SlotSettings
@@ -39,10 +40,8 @@ class PlanSettings(SlotSettings):
         if self.infill == THRESHOLD:
             self.refuse("infill", "must be 'exact' or 'auto': a dense model is infilled exactly")
 
-    @property
-    def resolved(self) -> Self:
-        """These settings with `infill` and `token_threshold` resolved; the latter has no use."""
-        return dataclasses.replace(self, infill=EXACT, token_threshold=max(self.token_threshold, 0.0))
+    def for_model(self, model: ModelConfig) -> Self:
+        return dataclasses.replace(self, infill=EXACT)
 
 
 class PlanAlone(ExactInfill):

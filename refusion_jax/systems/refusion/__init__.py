@@ -26,7 +26,7 @@ class PlanAndInfill(SlotDecoder):
 
     @classmethod
     def for_requests(cls, requests: Sequence[Request], model: ModelConfig) -> SlotDecoder:
-        infill = {EXACT: ExactInfill, THRESHOLD: ThresholdInfill}[requests[0].settings.resolved.infill]
+        infill = {EXACT: ExactInfill, THRESHOLD: ThresholdInfill}[requests[0].settings.infill]
         return infill.for_requests(requests, model)
 
 

@@ -33,14 +33,14 @@ class Canvas(Block):
     per_block: Int32[ArrayLike, "R"]  # slots of a serial block
 
     @classmethod
-    def of(cls, requests: Sequence[Request], slots: int) -> "Canvas":
-        start, size, ends_from = np.zeros((3, len(requests), slots), np.int32)
+    def of(cls, requests: Sequence[Request], most: int) -> "Canvas":
+        start, size, ends_from = np.zeros((3, len(requests), most), np.int32)
         per_block = np.ones(len(requests), np.int32)
         rank = np.full(start.shape, BY_CONFIDENCE, np.int32)
         for row, request in enumerate(requests):
-            starts, sizes = slots_of(request)
-            n = len(starts)
-            start[row, :n], size[row, :n], ends_from[row] = starts, sizes, request.ends_from
+            slots = slots_of(request)
+            n, ends_from[row] = len(slots), request.ends_from
+            start[row, :n], size[row, :n] = [slot.start for slot in slots], [len(slot) for slot in slots]
             rank[row, :n], per_block[row] = ranks(request), slots_a_block(request)
         return cls(start, size, ends_from, rank, per_block)
 
@@ -56,11 +56,10 @@ class Canvas(Block):
         return Block(start, jnp.where(exists, size, 0), ends_from, rank)
 
 
-def slots_of(request: Request) -> tuple[list[int], list[int]]:
-    """(starts, sizes) of a request's slots. Each gap is cut into slots, of which the last may be short."""
+def slots_of(request: Request) -> list[range]:
+    """The places of each slot of a request. Each gap is cut into slots, of which the last may be short."""
     K = request.settings.slot_size
-    slots = [(start, min(K, at + length - start)) for at, length in request.gaps for start in range(at, at + length, K)]
-    return tuple(map(list, zip(*slots, strict=True)))
+    return [range(i, min(i + K, at + length)) for at, length in request.gaps for i in range(at, at + length, K)]
 
 
 def ranks(request: Request) -> list[int]:
@@ -68,7 +67,7 @@ def ranks(request: Request) -> list[int]:
 
     A random order is a function of the seed and the request's noise.
     """
-    s, n = request.settings, len(slots_of(request)[0])
+    s, n = request.settings, len(slots_of(request))
     if s.order == RANDOM:
         return np.random.default_rng((s.seed, request.noise)).permutation(n).tolist()
     return list(range(n)) if s.order == LEFT_TO_RIGHT else [BY_CONFIDENCE] * n
@@ -76,4 +75,4 @@ def ranks(request: Request) -> list[int]:
 
 def slots_a_block(request: Request) -> int:
     """Number of slots in a serial block of a request."""
-    return -(-len(slots_of(request)[0]) // request.settings.serial_blocks)
+    return -(-len(slots_of(request)) // request.settings.serial_blocks)

@@ -105,7 +105,7 @@ class SlotDecoder(Decoder):
         return cls.sized(
             requests,
             model,
-            slots=max(len(slots_of(request)[0]) for request in requests),
+            slots=max(len(slots_of(request)) for request in requests),
             block_slots=block_slots,
             width=K * max(map(cls.slots_of_a_forward, requests)),
             budget=max(request.settings.budget for request in requests),
@@ -118,7 +118,7 @@ class SlotDecoder(Decoder):
         per_block = slots_a_block(request)
         if not request.settings.budget:
             return per_block
-        return per_block * (2 if len(slots_of(request)[0]) > per_block else 1)
+        return per_block * (2 if len(slots_of(request)) > per_block else 1)
 
     def lay_out(self, requests: Sequence[Request]) -> Layout:
         return Layout.of(requests, self.cache_length, Canvas.of(requests, self.slots))

@@ -70,7 +70,7 @@ def plan_and_infill(model: Transformer, request: Request, plans_alone: bool = Fa
 
     With `plans_alone` the mask tokens of a plan attend to those of their own slot only.
     """
-    text, s, rounds = CommittedText(model, request), request.settings.resolved, 0
+    text, s, rounds = CommittedText(model, request), request.settings, 0
     mask, eos, above = text.plain.ids.mask_id, text.plain.ids.eos_id, text.plain.above
     infill = {"exact": infill_exactly, "threshold": infill_by_threshold}[s.infill]
     turn = dict(zip(text.slots, ranks(request), strict=True))
@@ -140,7 +140,7 @@ def infill_by_threshold(
 
     Arguments are those of `infill_exactly`; `chance` is not used.
     """
-    s, above = text.plain.request.settings.resolved, text.plain.above
+    s, above = text.plain.request.settings, text.plain.above
     mask, eos = text.plain.ids.mask_id, text.plain.ids.eos_id
 
     def accepted(p, slot, before):

@@ -43,7 +43,7 @@ class Sequential(Continuer):
     def lay_out(self, requests: Sequence[Request]) -> Layout:
         """The layout, with the setting `begins` [R, N]: whether a place is the first of a slot."""
         layout = super().lay_out(requests)
-        starts = [slots_of(request)[0] for request in requests]
+        starts = [[slot.start for slot in slots_of(request)] for request in requests]
         begins = [np.isin(row, own) for row, own in zip(layout.places.position, starts, strict=True)]
         return layout.replace(settings=layout.settings.replace(begins=np.stack(begins)))
 

@@ -4,7 +4,6 @@ Axis: B rows.
 """
 
 import dataclasses
-import functools
 from collections.abc import Mapping
 from typing import Any, Self
 
@@ -92,9 +91,8 @@ class SlotSettings(_Slots):
                 f"slot_size={self.slot_size}; {-(-self.new_tokens // self.multiple) * self.multiple} would",
             )
 
-    @functools.cached_property
-    def resolved(self) -> Self:
-        """These settings with `infill` and `token_threshold` resolved.
+    def for_model(self, model: ModelConfig) -> Self:
+        """The settings with `infill` and `token_threshold` resolved, as a batch has one kind of infilling.
 
         The default is exact infilling, which writes better text in fewer forwards (see
         benchmarks/results/infilling.md), unless `token_threshold` is given, which only the authors' infilling uses.
@@ -105,10 +103,6 @@ class SlotSettings(_Slots):
             infill=THRESHOLD if is_theirs else EXACT,
             token_threshold=self.token_threshold if self.token_threshold >= 0 else 0.9,
         )
-
-    def for_model(self, model: ModelConfig) -> Self:
-        """The settings with `infill` and `token_threshold` resolved, as a batch has one kind of infilling."""
-        return self.resolved
 
     def traced(self) -> dict[str, float | int | bool]:
         return super().traced() | {"budget": self.budget}
