@@ -11,42 +11,31 @@ The jitted twin of `infill_by_threshold` in reference.py. In brackets: speculati
 Axes: B rows, M slots of a block, K slot size, W width of the feed.
 """
 
-from typing import ClassVar
-
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int32
 
 from refusion_jax.decoding.sampling import first, run_length, select
 from refusion_jax.decoding.settings import TracedSettings
 from refusion_jax.systems.refusion.canvas import Block
-from refusion_jax.systems.refusion.feed import Feed, Part, Reading
+from refusion_jax.systems.refusion.feed import Feed, Reading
 from refusion_jax.systems.refusion.loop import CHECK, PLAN, PROPOSE, VERIFY, Needs, SlotDecoder, Work, to_commit
 
 
 class ThresholdInfill(SlotDecoder):
-    draws_drafts: ClassVar[bool] = False
-
     def needs(self, work: Work, here: Block) -> Needs:
         """Drafts, with the mask tokens that draft their rest."""
         verifies, proposes, checks = ((work.phase == phase)[:, None] for phase in (VERIFY, PROPOSE, CHECK))
         chosen = work.chosen & (verifies | proposes | checks)
         offset = jnp.arange(self.slot_size)[None, None]
-        is_open = (offset >= work.accepted[:, :, None]) & (offset + 1 < here.size[:, :, None])
+        size = here.size[:, :, None]
+        is_open = (offset >= work.accepted[:, :, None]) & (offset + 1 < size)
         return Needs(
             chosen=chosen,
             drafted=jnp.where(chosen, jnp.where(proposes, work.accepted, here.size), 0),
-            masks=jnp.where(proposes & chosen, here.size - work.accepted, 0),
             is_read=is_open & (verifies | checks)[:, :, None],
             may_plan=(verifies | checks)[:, 0],
+            masks=(chosen & proposes)[:, :, None] & (offset >= work.accepted[:, :, None]) & (offset < size),
         )
-
-    def rest(self, here: Block, needs: Needs) -> list[Part]:
-        offset = jnp.arange(self.slot_size)[None, None]
-        is_fed = (
-            (needs.masks > 0)[:, :, None] & (offset >= needs.drafted[:, :, None]) & (offset < here.size[:, :, None])
-        )
-        mask, always = jnp.full((1, 1, 1), self.ids.mask_id), jnp.ones((1, 1, 1), bool)
-        return [Part(here, mask, is_fed, always, is_drawn=False)]
 
     def candidates(self, work: Work) -> Int32[Array, "B M K"]:
         """The drafts: they are accepted if the token before gives them a probability above the threshold."""

@@ -13,8 +13,6 @@ In brackets: speculative. A row verifies until all chosen slots are committed.
 Axes: B rows, M slots of a block, K slot size.
 """
 
-from typing import ClassVar
-
 import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Array, Bool, Float32, Int32
@@ -35,8 +33,6 @@ class ExactWork(Work):
 
 
 class ExactInfill(SlotDecoder):
-    draws_drafts: ClassVar[bool] = True
-
     def needs(self, work: ExactWork, here: Block) -> Needs:
         """A row that verifies has its drafts fed; all but the last token of a slot are followed by one to compare."""
         is_verify = work.phase == VERIFY
@@ -44,7 +40,7 @@ class ExactInfill(SlotDecoder):
         offset = jnp.arange(self.slot_size)[None, None]
         is_open = (offset >= work.accepted[:, :, None]) & (offset + 1 < here.size[:, :, None])
         is_read = is_open & is_verify[:, None, None]
-        return Needs(chosen, jnp.where(chosen, here.size, 0), jnp.zeros_like(here.size), is_read, is_verify)
+        return Needs(chosen, jnp.where(chosen, here.size, 0), is_read, is_verify)
 
     def candidates(self, work: ExactWork) -> Int32[Array, "B M K"]:
         return work.planned

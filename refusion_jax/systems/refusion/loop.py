@@ -67,9 +67,11 @@ class Needs(NamedTuple):
 
     chosen: Bool[Array, "B M"]  # the slots of its drafts
     drafted: Int32[Array, "B M"]  # number of tokens of each slot's draft
-    masks: Int32[Array, "B M"]  # number of mask tokens that continue these drafts
     is_read: Bool[Array, "B M K"]  # drafts whose logits are needed
     may_plan: Bool[Array, "B"]  # whether the next plan can be fed ahead of time
+    masks: Bool[Array, "B M K"] | None = (
+        None  # where mask tokens continue these drafts; None: nowhere, in any phase
+    )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -80,7 +82,6 @@ class SlotDecoder(Decoder):
     copies_prefix: ClassVar[bool] = True
     next_token: ClassVar[str] = SLOT_MASK
     typical: ClassVar[dict[float, float]] = {16.0: 3.7, 8.0: 2.71}
-    draws_drafts: ClassVar[bool]  # whether a temperature draws the tokens that are read at drafts
 
     slot_size: int  # K
     slots: int  # at most, in a row
@@ -160,11 +161,12 @@ class SlotDecoder(Decoder):
         plan_block, planned, shape = self.choose_plan(s, needs, here, following, sizes)
 
         offset = jnp.arange(self.slot_size)[None, None]
-        drafts = Part(here, s.work.drafts, offset < needs.drafted[:, :, None], needs.is_read, self.draws_drafts)
+        drafts = Part(here, s.work.drafts, offset < needs.drafted[:, :, None], needs.is_read, is_drawn=True)
         mask, always = jnp.full((1, 1, 1), self.ids.mask_id), jnp.ones((1, 1, 1), bool)
         plan_size = jnp.where(planned, plan_block.size, 0)
         plan = Part(plan_block, mask, offset < plan_size[:, :, None], always, is_drawn=True)
-        feed = pack([drafts, plan, *self.rest(here, needs)], self.candidates(s.work), self.width)
+        rest = [] if needs.masks is None else [Part(here, mask, needs.masks, always, is_drawn=False)]
+        feed = pack([drafts, plan, *rest], self.candidates(s.work), self.width)
         hidden, index, new = run(model, s.cache, feed, self.visible(s.work, feed), shape, sizes, self.block)
         fold_in = jax.vmap(jax.random.fold_in)
         draws = fold_in(s.keys, s.rounds), fold_in(s.keys, s.rounds - 1), s.settings
@@ -207,7 +209,8 @@ class SlotDecoder(Decoder):
         next_slots = jnp.where(is_last[:, None], (following.size > 0) & ~s.ended[:, None], rest) & may_plan[:, None]
 
         planned = is_planning[:, None] & s.remaining
-        needed = jnp.sum(needs.drafted + needs.masks + jnp.where(planned, here.size, 0), axis=1)
+        needed = jnp.sum(needs.drafted + jnp.where(planned, here.size, 0), axis=1)
+        needed += 0 if needs.masks is None else jnp.sum(needs.masks, axis=(1, 2))
         next_plan = jnp.sum(jnp.where(next_slots, plan_block.size, 0), axis=1)
         requested = jnp.minimum(next_plan, jnp.where(s.settings.budget != 0, self.width - needed, 0))
         shape, room = sizes.grant(needed, requested, s.settings.budget, s.plan_hits, s.plan_misses, s.active)
@@ -245,10 +248,6 @@ class SlotDecoder(Decoder):
         """The needs of each row's phase; `here` is its block."""
         raise NotImplementedError
 
-    def rest(self, here: Block, needs: Needs) -> list[Part]:
-        """The mask tokens that continue drafts, if the decoder ever needs any."""
-        return []
-
     def candidates(self, work: Work) -> Int32[Array, "B M K"]:
         """The token of each place whose probability is wanted, given the drafts before it."""
         raise NotImplementedError
@@ -267,7 +266,7 @@ class SlotDecoder(Decoder):
     ) -> tuple[Work, Bool[Array, "B M K"]]:
         """(the next work of each row, unless a next plan is ready; the drafts to commit).
 
-        There are readings of the drafts, of the plan and, where `rest` has a part, of that.
+        There are readings of the drafts, of the plan and, where a decoder needs them, of the masks.
         """
         raise NotImplementedError
 
