@@ -13,9 +13,8 @@ from flax import nnx
 from refusion_jax import UserError, decode
 from refusion_jax.decoding import cache as kv
 from refusion_jax.decoding import memory, queue
-from refusion_jax.decoding.answers import Answer
 from refusion_jax.decoding.queue import mesh_of
-from refusion_jax.decoding.requests import Given, Request, prepare
+from refusion_jax.decoding.requests import Answer, Given, Request, prepare
 from refusion_jax.decoding.stops import Stops
 from refusion_jax.distributed.sharding import make_mesh, sharding
 from refusion_jax.evaluation.generation import check_fits, generate, settings_for

@@ -15,8 +15,7 @@ from flax import nnx
 from hypothesis import strategies as st
 
 from refusion_jax import DecodeSettings, UserError, decode
-from refusion_jax.decoding.answers import Answer, read_answer
-from refusion_jax.decoding.requests import Request, prepare
+from refusion_jax.decoding.requests import Answer, Request, prepare, read_answer
 from refusion_jax.distributed.chips import free_tokens
 from refusion_jax.systems.api import decoder_for
 from refusion_jax.systems.refusion.loop import CHECK, PLAN, PROPOSE, VERIFY, SlotDecoder

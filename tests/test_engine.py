@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 
 from refusion_jax import Request, decode
 from refusion_jax.decoding import queue
-from refusion_jax.decoding.answers import Answer
-from refusion_jax.decoding.requests import prepare
+from refusion_jax.decoding.requests import Answer, prepare
 from refusion_jax.decoding.stops import Stops
 from refusion_jax.decoding.trajectory import forwards_of
 from refusion_jax.serving.engine import MOST_WAITING, Engine

@@ -9,9 +9,8 @@ from conftest import TINY_RUN, run, start, tiny_config
 from helpers import Letters, wait_until
 
 from refusion_jax import DecodeSettings, UserError, decode, load_model, load_tokenizer
-from refusion_jax.decoding.answers import Answer
 from refusion_jax.decoding.prompts import read_prompts, to_record
-from refusion_jax.decoding.requests import prepare
+from refusion_jax.decoding.requests import Answer, prepare
 from refusion_jax.decoding.stops import Stops
 
 KEYS = ["id", "text", "tokens", "commit_order", "forwards", "rounds", "finish_reason"]

@@ -22,8 +22,7 @@ from helpers import SHIPPED, loss_terms
 
 from refusion_jax import DecodeSettings, UserError, decode, load_model
 from refusion_jax.batch.rows import Rows
-from refusion_jax.decoding.answers import Answer
-from refusion_jax.decoding.requests import Request, prepare
+from refusion_jax.decoding.requests import Answer, Request, prepare
 from refusion_jax.systems.api import stream
 from refusion_jax.systems.refusion.objective import Noise, hybrid_batch
 

@@ -10,7 +10,7 @@ import pytest
 from starlette.testclient import TestClient
 
 from refusion_jax import DecodeSettings, load_model, load_tokenizer
-from refusion_jax.decoding.answers import Answer
+from refusion_jax.decoding.requests import Answer
 from refusion_jax.serving import errors
 from refusion_jax.serving.access import Access, allowed_hosts
 from refusion_jax.serving.app import make_app

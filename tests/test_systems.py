@@ -29,8 +29,7 @@ from refusion_jax import UserError, decode
 from refusion_jax.batch.batch import is_labelled
 from refusion_jax.batch.rows import Rows
 from refusion_jax.config import make_objective
-from refusion_jax.decoding.answers import Answer
-from refusion_jax.decoding.requests import Request, prepare
+from refusion_jax.decoding.requests import Answer, Request, prepare
 from refusion_jax.decoding.trajectory import forwards_of
 from refusion_jax.distributed import sharding
 from refusion_jax.model.transformer import logical_axes

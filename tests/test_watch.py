@@ -11,9 +11,8 @@ from conftest import MASK, equipped, run, settings, sharp_model
 from helpers import Letters, check_page, write_lines
 
 from refusion_jax import DecodeSettings
-from refusion_jax.decoding.answers import Answer
 from refusion_jax.decoding.player import BEGINNING, REFUSED, REPAIRED, VERIFIED, WAITING, Decodings, page
-from refusion_jax.decoding.requests import Request, prepare
+from refusion_jax.decoding.requests import Answer, Request, prepare
 from refusion_jax.decoding.trajectory import Told, Trajectory
 from refusion_jax.systems import registry
 from refusion_jax.systems.api import stream

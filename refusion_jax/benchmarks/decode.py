@@ -34,11 +34,10 @@ from refusion_jax.checkpoints.load import choose_method, find_tokenizer, load_mo
 from refusion_jax.cli import command, flag_values
 from refusion_jax.cli.errors import UserError, naming
 from refusion_jax.cli.progress import track
-from refusion_jax.decoding.answers import Answer
 from refusion_jax.decoding.cache import bytes_per_token
 from refusion_jax.decoding.prompts import read_prompts
 from refusion_jax.decoding.queue import batch_rows, mesh_of
-from refusion_jax.decoding.requests import Request, prepare
+from refusion_jax.decoding.requests import Answer, Request, prepare
 from refusion_jax.decoding.settings import Settings
 from refusion_jax.model.shape import ModelConfig
 from refusion_jax.model.transformer import Transformer

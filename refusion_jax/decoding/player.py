@@ -7,9 +7,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from importlib import resources
 
 from refusion_jax.data.interface import Tokenizer
-from refusion_jax.decoding.answers import Answer
 from refusion_jax.decoding.prompts import spelled
-from refusion_jax.decoding.requests import Request
+from refusion_jax.decoding.requests import Answer, Request
 from refusion_jax.decoding.trajectory import Forward, Trajectory, forwards_of
 
 MOST = 16  # prompts of a page

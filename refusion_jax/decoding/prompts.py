@@ -9,8 +9,7 @@ from pathlib import Path
 from refusion_jax.cli.errors import UserError, naming
 from refusion_jax.cli.settings import scope
 from refusion_jax.data.interface import Tokenizer
-from refusion_jax.decoding.answers import Answer
-from refusion_jax.decoding.requests import Request
+from refusion_jax.decoding.requests import Answer, Request
 from refusion_jax.decoding.settings import Settings
 from refusion_jax.decoding.stops import Stops
 from refusion_jax.distributed.json_files import read_json_lines

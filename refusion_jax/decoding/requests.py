@@ -1,4 +1,4 @@
-"""Requests: prompts and templates with gaps, checked and laid out as arrays.
+"""Requests: prompts and templates with gaps, checked and laid out as arrays; and their answers.
 
 Everything here runs on the host, once per request. Axes: R requests, N places of a row, C cache entries.
 """
@@ -14,6 +14,7 @@ from jaxtyping import Array, ArrayLike, Bool, Int32
 
 from refusion_jax.cli.errors import SettingError, UserError
 from refusion_jax.cli.settings import scope
+from refusion_jax.decoding.sampling import Record
 from refusion_jax.decoding.settings import Settings, TracedSettings
 from refusion_jax.model.key_values import KeyValues
 from refusion_jax.model.shape import ModelConfig
@@ -212,3 +213,37 @@ def _check(request: Request, num_tokens: int, room: int) -> None:
             f"{request.name}: has {len(given)} tokens, and {request.length - len(given)} new ones do not fit "
             f"{'between' if gaps else 'after'} them in a cache of {room}: {fix}, or raise cache_length"
         )
+
+
+@dataclasses.dataclass(frozen=True)
+class Answer:
+    """One answer. Positions count from the start of the prompt."""
+
+    tokens: list[int]  # in reading order, through the first EOS; with the given tokens of a template after the prompt
+    commit_order: list[int]  # positions of all decoded tokens, in the order of commitment
+    commit_tokens: list[int]  # the tokens at these positions, including any after the first EOS
+    forwards: int  # of the decoding loop; the prefill is not counted
+    rounds: int  # plans that were followed; for decoders that do not plan, forwards
+    finish_reason: str  # "eos", "length", or "stop" where the caller has stopped it
+
+
+def read_answer(
+    request: Request, record: Record, forwards: np.ndarray, rounds: np.ndarray, eos_id: int, is_ended: bool = False
+) -> Answer:
+    """The answer in the record of one row; one that the caller has stopped ends at its first gap."""
+    positions, tokens = record.positions[: record.count].tolist(), record.tokens[: record.count].tolist()
+    text = dict(zip(positions, tokens, strict=True))
+    end = min((at for at, token in text.items() if token == eos_id), default=None)
+    for given, own in request.parts[1:]:  # without the prompt, which may be long
+        text |= {} if own is None else dict(zip(given, map(int, own), strict=True))
+    places = [at for at in sorted(text) if end is None or at <= end]
+    if is_ended:
+        places = [at for number, at in enumerate(places, len(request.prompt)) if number == at]
+    return Answer(
+        tokens=[text[at] for at in places],
+        commit_order=positions,
+        commit_tokens=tokens,
+        forwards=int(forwards),
+        rounds=int(rounds),
+        finish_reason="stop" if is_ended else "eos" if eos_id in tokens else "length",
+    )

@@ -11,10 +11,9 @@ from flax import nnx
 
 from refusion_jax.cli.errors import UserError
 from refusion_jax.cli.settings import scope
-from refusion_jax.decoding.answers import Answer
 from refusion_jax.decoding.memory import check_memory
 from refusion_jax.decoding.queue import batch_rows, mesh_of
-from refusion_jax.decoding.requests import Request, prepare
+from refusion_jax.decoding.requests import Answer, Request, prepare
 from refusion_jax.decoding.settings import Settings
 from refusion_jax.decoding.trajectory import Trajectory
 from refusion_jax.model.shape import ModelConfig

@@ -20,11 +20,10 @@ from refusion_jax.cli.errors import UserError
 from refusion_jax.cli.progress import track
 from refusion_jax.data.fast_tokenizer import tokenizer_hash
 from refusion_jax.data.interface import Tokenizer
-from refusion_jax.decoding.answers import Answer
 from refusion_jax.decoding.journal import Journal
 from refusion_jax.decoding.player import Decodings
 from refusion_jax.decoding.prompts import to_record
-from refusion_jax.decoding.requests import Request
+from refusion_jax.decoding.requests import Answer, Request
 from refusion_jax.decoding.stops import Stops
 from refusion_jax.decoding.trajectory import Trajectory
 from refusion_jax.evaluation.generation import check_fits, generate, settings_for

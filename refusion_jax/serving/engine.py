@@ -18,13 +18,12 @@ import numpy as np
 
 from refusion_jax.cli.command import say
 from refusion_jax.cli.errors import UserError, first_line
-from refusion_jax.decoding.answers import Answer, read_answer
 from refusion_jax.decoding.cache import bytes_per_token
 from refusion_jax.decoding.constrained import Matcher, batch_type
 from refusion_jax.decoding.decoder import Decoder
 from refusion_jax.decoding.memory import room_besides
 from refusion_jax.decoding.queue import batch_rows, mesh_of
-from refusion_jax.decoding.requests import Request, check_tokens, prepare
+from refusion_jax.decoding.requests import Answer, Request, check_tokens, prepare, read_answer
 from refusion_jax.decoding.settings import Settings
 from refusion_jax.distributed.sharding import shard_count
 from refusion_jax.model.shape import ModelConfig

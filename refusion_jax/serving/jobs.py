@@ -4,8 +4,7 @@ import dataclasses
 import math
 from collections.abc import Callable
 
-from refusion_jax.decoding.answers import Answer
-from refusion_jax.decoding.requests import Request
+from refusion_jax.decoding.requests import Answer, Request
 
 
 class BusyError(RuntimeError):

@@ -14,7 +14,7 @@ from pydantic import TypeAdapter
 from starlette.exceptions import HTTPException
 
 from refusion_jax.cli.errors import UserError
-from refusion_jax.decoding.answers import Answer
+from refusion_jax.decoding.requests import Answer
 from refusion_jax.serving.choices import Choice
 from refusion_jax.serving.errors import error_body
 from refusion_jax.serving.jobs import Job

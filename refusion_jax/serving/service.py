@@ -11,9 +11,8 @@ from typing import Any
 from refusion_jax.cli.errors import UserError
 from refusion_jax.cli.settings import declared, scope
 from refusion_jax.data.interface import Tokenizer
-from refusion_jax.decoding.answers import Answer
 from refusion_jax.decoding.prompts import check_characters
-from refusion_jax.decoding.requests import Request
+from refusion_jax.decoding.requests import Answer, Request
 from refusion_jax.decoding.settings import Settings, TokenIds
 from refusion_jax.decoding.stops import Stops
 from refusion_jax.model.transformer import Transformer

@@ -9,8 +9,7 @@ from rich.live import Live
 from rich.text import Text
 
 from refusion_jax.data.interface import Tokenizer
-from refusion_jax.decoding.answers import Answer
-from refusion_jax.decoding.requests import Request
+from refusion_jax.decoding.requests import Answer, Request
 from refusion_jax.decoding.stops import Stops
 from refusion_jax.serving.writer import Writer
 

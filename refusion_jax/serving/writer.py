@@ -4,8 +4,8 @@ import dataclasses
 from typing import Any
 
 from refusion_jax.data.interface import Tokenizer
-from refusion_jax.decoding.answers import Answer
 from refusion_jax.decoding.prompts import CONTEXT, spelled, tokens_of
+from refusion_jax.decoding.requests import Answer
 from refusion_jax.decoding.stops import Stops
 
 _INCOMPLETE = "\N{REPLACEMENT CHARACTER}"  # in which the bytes of a character end that is not there as a whole

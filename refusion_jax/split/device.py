@@ -28,11 +28,10 @@ from refusion_jax.checkpoints.load import choose_method, find_tokenizer, open_we
 from refusion_jax.cli import command, flag_values
 from refusion_jax.cli.errors import SettingError, UserError
 from refusion_jax.decoding import queue
-from refusion_jax.decoding.answers import Answer
 from refusion_jax.decoding.decoder import Decoder
 from refusion_jax.decoding.journal import Journal
 from refusion_jax.decoding.prompts import encode_prompt, read_prompts, to_record
-from refusion_jax.decoding.requests import Request, prepare
+from refusion_jax.decoding.requests import Answer, Request, prepare
 from refusion_jax.decoding.settings import Settings
 from refusion_jax.decoding.stops import Stops
 from refusion_jax.distributed.compiled_code import keep_for_user

@@ -11,13 +11,12 @@ from refusion_jax.cli.errors import SettingError, UserError
 from refusion_jax.cli.settings import Setting, declared, scope
 from refusion_jax.data.interface import Tokenizer
 from refusion_jax.decoding import queue
-from refusion_jax.decoding.answers import Answer
 from refusion_jax.decoding.auxiliary import check_auxiliaries
 from refusion_jax.decoding.constrained import Constrained, batch_type
 from refusion_jax.decoding.decoder import Decoder
 from refusion_jax.decoding.player import Decodings
 from refusion_jax.decoding.prompts import to_record
-from refusion_jax.decoding.requests import Request, prepare
+from refusion_jax.decoding.requests import Answer, Request, prepare
 from refusion_jax.decoding.settings import Settings
 from refusion_jax.decoding.stops import Stops
 from refusion_jax.decoding.trajectory import Trajectory

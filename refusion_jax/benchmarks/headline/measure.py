@@ -15,9 +15,8 @@ from refusion_jax.benchmarks.headline.experiment import BATCH_SIZES, Budget, Poi
 from refusion_jax.cli.errors import UserError
 from refusion_jax.data.interface import Tokenizer
 from refusion_jax.data.problems import Mixture, Problem
-from refusion_jax.decoding.answers import Answer
 from refusion_jax.decoding.player import Decodings
-from refusion_jax.decoding.requests import prepare
+from refusion_jax.decoding.requests import Answer, prepare
 from refusion_jax.model.transformer import Transformer
 from refusion_jax.systems.api import decoder_for
 

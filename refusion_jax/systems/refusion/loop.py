@@ -69,9 +69,7 @@ class Needs(NamedTuple):
     drafted: Int32[Array, "B M"]  # number of tokens of each slot's draft
     is_read: Bool[Array, "B M K"]  # drafts whose logits are needed
     may_plan: Bool[Array, "B"]  # whether the next plan can be fed ahead of time
-    masks: Bool[Array, "B M K"] | None = (
-        None  # where mask tokens continue these drafts; None: nowhere, in any phase
-    )
+    masks: Bool[Array, "B M K"] | None = None  # where mask tokens continue these drafts; None: nowhere, in any phase
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
