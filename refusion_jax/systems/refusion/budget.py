@@ -4,7 +4,7 @@ Speculative tokens, those of the next plan, never change the text; they only sav
 forward pass is bound by reading its weights, and where the shape that runs anyway has places left; otherwise they cost
 as much as any token. So there is a budget in tokens per forward: needed tokens are always fed, and speculative ones
 within the budget, or where the row has shown that they pay, or where the shape has room. Room goes to the smallest
-requests first, so that most are granted in full, since a partly granted one is of no use.
+requests first, so that most are granted.
 
 Axes: B rows, S shards of rows, J shapes.
 """
@@ -57,28 +57,6 @@ class Sizes:
         shapes = shapes_of(rows // shards, width, needed, max(budget, MOST_ODDS * free), slot_size)
         return cls(shards, shapes, free, min(max(free, _LEAST_PORTION), shapes[-1].places))
 
-    def grant(
-        self,
-        needed: Int32[Array, "B"],
-        requested: Int32[Array, "B"],
-        budget: Int32[Array, "B"],
-        plan_hits: Int32[Array, "B"],
-        plan_misses: Int32[Array, "B"],
-        active: Bool[Array, "B"],
-    ) -> tuple[Int32[Array, ""], Int32[Array, "B"]]:
-        """(index of the shape to run, number of speculative tokens of each row).
-
-        Args:
-          needed: tokens of each row that must be fed.
-          requested: speculative tokens of each row.
-          budget: tokens up to which a forward pass of a shard may speculate; -1: as many as pay.
-          plan_hits, plan_misses: how often a speculative plan could be used, and how often not.
-          active: rows that are not finished.
-        """
-        affordable = jnp.where(budget < 0, worthwhile(self.free, plan_hits, plan_misses, active, self.shards), 0)
-        budget = jnp.where(budget < 0, self.free, budget)
-        return choose(needed, requested, budget, affordable, self.shapes, self.shards)
-
 
 def shapes_of(rows: int, width: int, needed: int, budget: int, slot_size: int) -> tuple[ForwardShape, ...]:
     """The compiled shapes of a forward pass, smallest first; for a single row each is one tile.
@@ -129,12 +107,13 @@ def choose(
     affordable: Int32[Array, "B"],
     shapes: tuple[ForwardShape, ...],
     shards: int,
-) -> tuple[Int32[Array, ""], Int32[Array, "B"]]:
-    """(index of the smallest shape that holds what is needed and what pays; number of speculative tokens of each row).
+) -> tuple[Int32[Array, ""], Bool[Array, "B"]]:
+    """(index of the smallest shape that holds what is needed and what pays; whose speculative tokens are granted).
 
     Args:
-      needed, requested, budget: as for `Sizes.grant`.
-      affordable: tokens of each row up to which they pay whatever the budget.
+      needed, requested: tokens of each row that must be fed, and speculative ones that could be.
+      budget: tokens up to which a forward pass of a shard may speculate.
+      affordable: speculative tokens of each row that pay whatever the budget, at most.
       shapes, shards: from `shapes_of`; S.
     """
     needed, asked, budget, affordable = (x.reshape(shards, -1) for x in (needed, requested, budget, affordable))
@@ -151,8 +130,8 @@ def choose(
     more = -(-(needed + asked) // tile) - have  # [S, B/S] tiles
     last = jnp.max(more) + 1  # what does not pay comes after what does
     spare = tiles - jnp.sum(have, axis=1, keepdims=True)
-    granted = jnp.clip(spare - before(more, more + jnp.where(pays, 0, last)), 0, more)
-    return index, jnp.minimum((have + granted) * tile - needed, asked).reshape(-1)
+    is_granted = before(more, more + jnp.where(pays, 0, last)) + more <= spare
+    return index, is_granted.reshape(-1)
 
 
 def before(amounts: Int32[Array, "S R"], keys: Int32[Array, "S R"]) -> Int32[Array, "S R"]:

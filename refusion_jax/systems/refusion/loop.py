@@ -27,7 +27,7 @@ from refusion_jax.decoding.settings import TracedSettings
 from refusion_jax.decoding.trajectory import tell
 from refusion_jax.model.shape import ModelConfig
 from refusion_jax.model.transformer import Transformer
-from refusion_jax.systems.refusion.budget import Sizes
+from refusion_jax.systems.refusion.budget import Sizes, choose, worthwhile
 from refusion_jax.systems.refusion.canvas import BY_CONFIDENCE, Block, Canvas, slots_a_block, slots_of
 from refusion_jax.systems.refusion.feed import Feed, Part, Reading, pack, read, run
 from refusion_jax.systems.refusion.settings import SlotSettings
@@ -210,9 +210,12 @@ class SlotDecoder(Decoder):
         needed = jnp.sum(needs.drafted + jnp.where(planned, here.size, 0), axis=1)
         needed += 0 if needs.masks is None else jnp.sum(needs.masks, axis=(1, 2))
         next_plan = jnp.sum(jnp.where(next_slots, plan_block.size, 0), axis=1)
-        requested = jnp.minimum(next_plan, jnp.where(s.settings.budget != 0, self.width - needed, 0))
-        shape, room = sizes.grant(needed, requested, s.settings.budget, s.plan_hits, s.plan_misses, s.active)
-        return plan_block, planned | next_slots & (next_plan <= room)[:, None], shape
+        requested = jnp.where((s.settings.budget != 0) & (needed + next_plan <= self.width), next_plan, 0)
+        is_auto, shards = s.settings.budget < 0, sizes.shards
+        budget = jnp.where(is_auto, sizes.free, s.settings.budget)
+        pays = jnp.where(is_auto, worthwhile(sizes.free, s.plan_hits, s.plan_misses, s.active, shards), 0)
+        shape, is_granted = choose(needed, requested, budget, pays, sizes.shapes, shards)
+        return plan_block, planned | next_slots & (is_granted & (requested > 0))[:, None], shape
 
     def commit(
         self, s: State, drafts: Int32[Array, "B M K"], committed: Bool[Array, "B M K"], following: Block, feed: Feed
