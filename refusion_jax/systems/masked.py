@@ -12,7 +12,7 @@ Axes: B rows, C text length, N places to decode, K places of a window, D hidden 
 import dataclasses
 import functools
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, ClassVar, NamedTuple, Protocol, Self
+from typing import Any, ClassVar, NamedTuple, Self, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -81,12 +81,8 @@ class Proposal(NamedTuple):
         return probability(self.real, self.token)
 
 
-class SelectionRule(Protocol):
-    """Which masks a forward pass commits: a frozen dataclass, compiled in."""
-
-    def __call__(self, s: MaskedText, w: Window, proposal: Proposal, mask_id: int) -> Bool[Array, "B K"]:
-        """Which places of the window to commit; those that are not masked are ignored. Runs inside `jit`."""
-        ...
+# Which places of a window a forward pass commits, given the mask token last; those that are not masked are ignored.
+SelectionRule: TypeAlias = Callable[[MaskedText, Window, Proposal, int], Bool[Array, "B K"]]
 
 
 @dataclasses.dataclass(frozen=True)
