@@ -181,9 +181,10 @@ class Pipeline(Decoder):
         """One forward over the blocks in flight."""
         K, F, own = self.block_length, self.width, s.settings
         cached = (s.cache.length - s.first) // K  # [B] blocks
-        before = self._left(s, cached)  # [B, W] masks of the blocks in flight
+        w = masked.window(s, self.ids, F, cached * K, jnp.full_like(cached, F))
+        before = jnp.sum(w.masked.reshape(len(cached), F // K, K), axis=2)  # [B, W] masks of blocks, open or not
         opened = self._open(s, cached, before)
-        w = masked.window(s, self.ids, F, cached * K, (opened - cached) * K)
+        w = w.replace(masked=w.masked & (jnp.arange(F)[None] < ((opened - cached) * K)[:, None]))
 
         index = s.cache.length[:, None] + jnp.arange(F)[None]
         tokens = jnp.take_along_axis(s.text, jnp.minimum(index, s.text.shape[1] - 1), axis=1)
@@ -204,12 +205,6 @@ class Pipeline(Decoder):
         done = jnp.cumprod(before == 0, axis=1) * (jnp.arange(F // K)[None] < (opened - cached)[:, None])
         finished = jnp.where(s.active, jnp.sum(done, axis=1), 0)
         return after.replace(cache=kv.commit(cache, finished * K), opened=jnp.where(s.active, opened, s.opened))
-
-    def _left(self, s: State, cached: Int32[Array, "B"]) -> Int32[Array, "B W"]:
-        """Number of masks in each block after the cached ones, whether open or not."""
-        K, F = self.block_length, self.width
-        w = masked.window(s, self.ids, F, cached * K, jnp.full_like(cached, F))
-        return jnp.sum(w.masked.reshape(len(cached), F // K, K), axis=2)
 
     def _open(self, s: State, cached: Int32[Array, "B"], left: Int32[Array, "B W"]) -> Int32[Array, "B"]:
         """Number of open blocks, with a new one if the last one is far enough, there is room, and no EOS yet."""
