@@ -37,10 +37,6 @@ class ThresholdInfill(SlotDecoder):
             masks=(chosen & proposes)[:, :, None] & (offset >= work.accepted[:, :, None]) & (offset < size),
         )
 
-    def candidates(self, work: Work) -> Int32[Array, "B M K"]:
-        """The drafts: they are accepted if the token before gives them a probability above the threshold."""
-        return work.drafts
-
     def visible(self, work: Work, feed: Feed) -> Bool[Array, "B W W"]:
         """Which tokens of the feed each one attends to: always itself, and nothing after it.
 
@@ -60,10 +56,6 @@ class ThresholdInfill(SlotDecoder):
         is_alone = (work.phase == PROPOSE) | (work.phase == CHECK)
         sees_all = (part == 1) | ~is_alone[:, None]
         return super().visible(work, feed) & (sees_all[:, :, None] | (slot[:, :, None] == slot[:, None]))
-
-    def begin(self, chosen: Bool[Array, "B M"], plan: Reading) -> Work:
-        phase = jnp.full(chosen.shape[:1], VERIFY, jnp.int32)
-        return Work(phase, chosen, plan.token, jnp.zeros(chosen.shape, jnp.int32))
 
     def judge(
         self, work: Work, here: Block, readings: list[Reading], settings: TracedSettings

@@ -46,8 +46,7 @@ class ExactInfill(SlotDecoder):
         return work.planned
 
     def begin(self, chosen: Bool[Array, "B M"], plan: Reading) -> ExactWork:
-        phase = jnp.full(chosen.shape[:1], VERIFY, jnp.int32)
-        return ExactWork(phase, chosen, plan.token, jnp.zeros(chosen.shape, jnp.int32), plan.token, plan.chance)
+        return ExactWork(**vars(super().begin(chosen, plan)), planned=plan.token, planned_chance=plan.chance)
 
     def judge(
         self, work: ExactWork, here: Block, readings: list[Reading], settings: TracedSettings

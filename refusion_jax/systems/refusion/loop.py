@@ -251,7 +251,7 @@ class SlotDecoder(Decoder):
 
     def candidates(self, work: Work) -> Int32[Array, "B M K"]:
         """The token of each place whose probability is wanted, given the drafts before it."""
-        raise NotImplementedError
+        return work.drafts
 
     def visible(self, work: Work, feed: Feed) -> Bool[Array, "B W W"]:
         """Which tokens of the feed each one attends to: all before it, and itself."""
@@ -260,7 +260,8 @@ class SlotDecoder(Decoder):
 
     def begin(self, chosen: Bool[Array, "B M"], plan: Reading) -> Work:
         """The work of rows whose plan has chosen these slots of its block."""
-        raise NotImplementedError
+        none = jnp.zeros(chosen.shape, jnp.int32)
+        return Work(jnp.full(chosen.shape[:1], VERIFY, jnp.int32), chosen, plan.token, none)
 
     def judge(
         self, work: Work, here: Block, readings: list[Reading], settings: TracedSettings
