@@ -175,7 +175,8 @@ class Continuation(RowState):
         has_end = jnp.any(ends, axis=1)
         count = jnp.where(has_end, jnp.argmax(ends, axis=1) + 1, count)
         record = self.record.append(tokens, places, count)
-        after = self.replace(
+        after = dataclasses.replace(
+            self,
             cache=kv.commit(cache, count),
             record=record,
             active=self.active & ~has_end & (record.count < self.places.count),
@@ -185,7 +186,7 @@ class Continuation(RowState):
 
     def renewed(self, after: "Continuation", **new: PyTree) -> "Continuation":
         """The state `after` a forward pass, with new values of some fields in the rows that were active before it."""
-        return after.replace(**select(self.active, new, {name: getattr(self, name) for name in new}))
+        return dataclasses.replace(after, **select(self.active, new, {name: getattr(self, name) for name in new}))
 
 
 @struct.dataclass
@@ -197,8 +198,8 @@ class FilledText(Continuation):
 
     def masks(self, mask_id: int) -> Bool[Array, "B C"]:
         """The places that are still to be filled; a prompt may hold mask tokens as well."""
-        index = row_index(self.text)
-        return (self.text == mask_id) & (index >= self.places.position[:, :1]) & (index < self.length[:, None])
+        index, first = row_index(self.text), jnp.asarray(self.places.position)[:, :1]
+        return (self.text == mask_id) & (index >= first) & (index < self.length[:, None])
 
     def propose(
         self, logits: Float32[Array, "B T V"], places: Int32[Array, "B T"], is_read: Bool[Array, "B T"], ids: TokenIds
@@ -223,7 +224,8 @@ class FilledText(Continuation):
         is_new &= self.active[:, None]
         length = jnp.min(jnp.where(is_new & (tokens == ids.eos_id), places + 1, self.length[:, None]), axis=1)
         is_new &= places < length[:, None]
-        after = self.replace(
+        after = dataclasses.replace(
+            self,
             cache=cache,
             record=self.record.append_where(is_new, tokens, places),
             text=put(self.text, jnp.where(is_new, places, self.text.shape[1]), tokens),
@@ -231,7 +233,7 @@ class FilledText(Continuation):
             forwards=self.forwards + self.active,
             **own,
         )
-        return after.replace(active=self.active & jnp.any(after.masks(ids.mask_id), axis=1))
+        return dataclasses.replace(after, active=self.active & jnp.any(after.masks(ids.mask_id), axis=1))
 
 
 class Continuer(Decoder):
