@@ -64,6 +64,8 @@ class State(Continuation):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Constrained(Continuer):
+    """The decoder with its compiled sizes."""
+
     reach: int  # N
     slot_size: int  # K; 1 without slots
     from_masks: bool  # whether a mask predicts the first token of a slot

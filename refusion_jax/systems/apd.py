@@ -52,6 +52,8 @@ from refusion_jax.systems.interface import System
 
 @dataclasses.dataclass(frozen=True)
 class CheckedSettings(shared.Settings):
+    """How to decode a masked diffusion model with a verifier."""
+
     auxiliary_models: ClassVar[tuple[str, ...]] = ("verifier",)
 
     verifier: str = setting(
@@ -65,11 +67,15 @@ class CheckedSettings(shared.Settings):
 
 @struct.dataclass
 class State(masked.MaskedText):
+    """The state of the decoding loop."""
+
     cache: kv.Cache  # of the verifier: all tokens but the last
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DraftAndAgree(Decoder):
+    """The decoder with its compiled sizes."""
+
     settings: ClassVar[type[CheckedSettings]] = CheckedSettings
     copies_prefix: ClassVar[bool] = True
     fills_gaps: ClassVar[bool] = False  # the verifier does not see the text after a gap

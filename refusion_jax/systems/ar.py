@@ -50,10 +50,14 @@ class NextToken(Objective):
 
 @struct.dataclass
 class State(Continuation):
+    """The state of the decoding loop."""
+
     last: Int32[Array, "B"]  # the last token, not in the cache yet
 
 
 class LeftToRight(Continuer):
+    """The decoder with its compiled sizes."""
+
     next_token: ClassVar[str] = LAST_TOKEN
 
     @classmethod

@@ -134,6 +134,8 @@ class BlockSizeSettings(shared.Settings):
 
 @dataclasses.dataclass(frozen=True)
 class BlockSettings(BlockSizeSettings):
+    """How to decode block by block."""
+
     sub_block: int = setting(
         8, "Tokens of a sub-block; sub-blocks are decoded one after the other", at_least=1, at_most=4096
     )
@@ -148,6 +150,8 @@ class BlockSettings(BlockSizeSettings):
 
 
 class BlockByBlock(Continuer):
+    """The decoder with its compiled sizes."""
+
     settings: ClassVar[type[BlockSettings]] = BlockSettings
     typical: ClassVar[dict[float, float]] = {16.0: 3.24}
     shift: ClassVar[int] = 1  # a token is predicted so many places before it

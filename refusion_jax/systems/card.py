@@ -116,6 +116,8 @@ def context_masks(is_masked: Bool[Array, "B T"], follows: Bool[Array, "B T"], de
 
 @dataclasses.dataclass(frozen=True)
 class PassSettings(shared.Settings):
+    """How to decode in blocks of masks."""
+
     draft_length: int = setting(16, "Masks of a block", scope="compiled", at_least=1, at_most=4096)
     passes: int = setting(8, "Forwards over a block's masks, at most", at_least=1, at_most=2**20)
     threshold: float = setting(0.9, "Tokens more probable than this are revealed", at_least=0, at_most=1)
@@ -128,10 +130,14 @@ class PassSettings(shared.Settings):
 
 @struct.dataclass
 class State(FilledText):
+    """The state of the decoding loop."""
+
     passed: Int32[Array, "B"]  # forwards over this block's masks
 
 
 class CausalBlocks(Continuer):
+    """The decoder with its compiled sizes."""
+
     settings: ClassVar[type[PassSettings]] = PassSettings
     typical: ClassVar[dict[float, float]] = {16.0: 4.66}
 

@@ -33,6 +33,8 @@ from refusion_jax.systems.interface import System
 
 @dataclasses.dataclass(frozen=True)
 class ConvSettings(masked.MaskedSettings):
+    """How to decode a masked diffusion model with a preference for masks near known tokens."""
+
     steps: int = setting(0, "Forwards for an answer of max_new_tokens; 0: one per token", at_least=0, at_most=2**24)
     conv_window: int = setting(
         512, "Places around a mask in which known tokens raise its confidence", at_least=1, at_most=2**24
@@ -55,6 +57,8 @@ class NearKnown(masked.EvenSteps):
 
 
 class Convolve(masked.MaskedDecoder):
+    """The decoder with its compiled sizes."""
+
     settings: ClassVar[type[ConvSettings]] = ConvSettings
     rule: ClassVar[masked.SelectionRule] = NearKnown()
 

@@ -125,6 +125,8 @@ def response_blocks(rows: Rows, length: int) -> Int32[Array, "B T"]:
 
 @dataclasses.dataclass(frozen=True)
 class PipelineSettings(shared.Settings):
+    """How to decode blocks in a pipeline."""
+
     block_length: int = setting(
         0, f"Tokens of a block; 0: as the model was trained, or {_BLOCK} if unknown", scope="compiled",
         at_least=0, at_most=2**24,
@@ -146,6 +148,8 @@ class PipelineSettings(shared.Settings):
 
 @struct.dataclass
 class State(masked.MaskedText):
+    """The state of the decoding loop."""
+
     cache: kv.Cache  # of the prompt and of leading blocks without masks
     opened: Int32[Array, "B"]  # blocks opened so far
 

@@ -139,10 +139,14 @@ def _stacked(model: KeyValues, drafter: KeyValues) -> KeyValues:
 
 @dataclasses.dataclass(frozen=True)
 class ReadingSettings(pard.DraftedSettings):
+    """How to decode a left-to-right model with a drafter that reads its hidden states."""
+
     drafter: str = setting("", "Run of `dflash` that was trained to draft for this model", scope="compiled")
 
 
 class ReadAndDraft(ar.LeftToRight):
+    """The decoder with its compiled sizes."""
+
     settings: ClassVar[type[ReadingSettings]] = ReadingSettings
 
     @classmethod

@@ -97,6 +97,8 @@ def schedule(masks: int, steps: int) -> tuple[int, ...]:
 
 @dataclasses.dataclass(frozen=True)
 class DreamSettings(masked.MaskedSettings):
+    """How to decode a shifted masked diffusion model."""
+
     steps: int = setting(0, "Forwards for an answer of max_new_tokens; 0: one per token", at_least=0, at_most=2**16)
     confidence: str = setting(
         "entropy",
@@ -136,6 +138,8 @@ class Scheduled:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DenoiseOnSchedule(masked.MaskedDecoder):
+    """The decoder with its compiled sizes."""
+
     settings: ClassVar[type[DreamSettings]] = DreamSettings
     always_shifted: ClassVar[bool] = True
 

@@ -51,6 +51,8 @@ _BLOCK = 32  # as in the paper
 
 @dataclasses.dataclass(frozen=True)
 class FastSettings(masked.MaskedSettings):
+    """How to decode a masked diffusion model with a cache."""
+
     block_length: int = setting(
         _BLOCK, "Tokens of a block; blocks are decoded one after the other; 0: the whole answer", at_least=0,
         at_most=2**24,
@@ -69,6 +71,8 @@ class FastSettings(masked.MaskedSettings):
 
 @struct.dataclass
 class State(masked.MaskedText):
+    """The state of the decoding loop."""
+
     entries: KeyValues  # C entries of each row; a leading part is valid
 
 
@@ -85,6 +89,8 @@ class Surest:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class BlockCache(masked.MaskedDecoder):
+    """The decoder with its compiled sizes."""
+
     settings: ClassVar[type[FastSettings]] = FastSettings
     rule: ClassVar[masked.SelectionRule] = Surest()
     fills_gaps: ClassVar[bool] = False  # the places that are fed must be contiguous

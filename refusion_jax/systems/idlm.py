@@ -96,6 +96,8 @@ class AllMasked(Objective):
 
 @dataclasses.dataclass(frozen=True)
 class StrideSettings(shared.Settings):
+    """How to decode a model that verifies its own drafts."""
+
     stride: int = setting(
         0, "Tokens per forward, at most; all but one are verified drafts; 0: one more than the masks of "
         f"a block in training, or {_BLOCK + 1} if unknown", scope="compiled", at_least=0, at_most=65,
@@ -116,6 +118,8 @@ class StrideSettings(shared.Settings):
 
 @struct.dataclass
 class State(Continuation):
+    """The state of the decoding loop."""
+
     pending: Int32[Array, "B"]  # the last token, not in the cache yet
     drafts: Int32[Array, "B M"]  # M = N - 1 tokens after it
     q: Float32[Array, "B M V"]  # the distribution that each draft was sampled from
@@ -123,6 +127,8 @@ class State(Continuation):
 
 
 class DraftAndCheck(Continuer):
+    """The decoder with its compiled sizes."""
+
     settings: ClassVar[type[StrideSettings]] = StrideSettings
     typical: ClassVar[dict[float, float]] = {7.0: 2.56}
 

@@ -78,6 +78,8 @@ class MaskedDiffusion(Objective):
 
 @dataclasses.dataclass(frozen=True)
 class DiffusionSettings(masked.MaskedSettings):
+    """How to decode a masked diffusion model."""
+
     steps: int = setting(0, "Forwards for an answer of max_new_tokens; 0: one per token", at_least=0, at_most=2**24)
     block_length: int = setting(
         0, "Tokens of a block; blocks are decoded one after the other; 0: the whole answer", at_least=0, at_most=2**24
@@ -101,6 +103,8 @@ class DiffusionSettings(masked.MaskedSettings):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Denoise(masked.MaskedDecoder):
+    """The decoder with its compiled sizes."""
+
     settings: ClassVar[type[DiffusionSettings]] = DiffusionSettings
 
     merge: int

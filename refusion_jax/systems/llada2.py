@@ -40,15 +40,21 @@ from refusion_jax.systems.interface import System
 
 @dataclasses.dataclass(frozen=True)
 class BlockSettings(sdar.BlockSettings):
+    """How to decode block by block."""
+
     threshold: float = setting(0.95, "Tokens more probable than this are revealed", at_least=0, at_most=1)
 
 
 class BlockByBlock(sdar.BlockByBlock):
+    """The decoder with its compiled sizes."""
+
     settings: ClassVar[type[BlockSettings]] = BlockSettings
 
 
 @dataclasses.dataclass(frozen=True)
 class EditSettings(block_diffusion.BlockSizeSettings):
+    """How to decode and edit block by block."""
+
     threshold: float = setting(0.7, "Tokens more probable than this are revealed", at_least=0, at_most=1)
     editing_threshold: float = setting(
         0.5, "Tokens more probable than this replace others that are written in the block", at_least=0, at_most=1
@@ -70,6 +76,8 @@ class EditedText(FilledText):
 
 
 class EditedBlocks(sdar.BlockByBlock):
+    """The decoder with its compiled sizes."""
+
     settings: ClassVar[type[EditSettings]] = EditSettings
 
     def init(self, model: Transformer, layout: Layout, keys: Key[Array, "B"]) -> EditedText:

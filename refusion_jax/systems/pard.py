@@ -42,6 +42,8 @@ from refusion_jax.systems.interface import System
 
 @dataclasses.dataclass(frozen=True)
 class DraftedSettings(shared.Settings):
+    """How to decode a left-to-right model with a drafter."""
+
     auxiliary_models: ClassVar[tuple[str, ...]] = ("drafter",)
 
     drafter: str = setting("", "Run of a smaller `idlm` model with the same tokenizer, which drafts", scope="compiled")
@@ -50,12 +52,16 @@ class DraftedSettings(shared.Settings):
 
 @struct.dataclass
 class State(Continuation):
+    """The state of the decoding loop."""
+
     drafter: kv.Cache
     recent: Int32[Array, "B N"]  # tokens of the last round; the last one that counts is in neither cache
     count: Int32[Array, "B"]  # how many of them count
 
 
 class DraftAndVerify(Continuer):
+    """The decoder with its compiled sizes."""
+
     settings: ClassVar[type[DraftedSettings]] = DraftedSettings
     next_token: ClassVar[str] = LAST_TOKEN
 

@@ -40,6 +40,8 @@ from refusion_jax.systems.interface import System
 
 @dataclasses.dataclass(frozen=True)
 class LookupSettings(shared.Settings):
+    """How to decode a left-to-right model with drafts from the text."""
+
     draft_length: int = setting(7, "Tokens that are drafted at once", scope="compiled", at_least=1, at_most=4096)
     ngram: int = setting(3, "Last tokens that are looked up, at most", scope="compiled", at_least=1, at_most=64)
 
@@ -50,11 +52,15 @@ class LookupSettings(shared.Settings):
 
 @struct.dataclass
 class State(Continuation):
+    """The state of the decoding loop."""
+
     text: Int32[Array, "B C"]  # given and committed tokens; the last one is not in the cache yet
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LookUp(Continuer):
+    """The decoder with its compiled sizes."""
+
     settings: ClassVar[type[LookupSettings]] = LookupSettings
     next_token: ClassVar[str] = LAST_TOKEN
 

@@ -21,6 +21,8 @@ from refusion_jax.systems.interface import System
 
 @dataclasses.dataclass(frozen=True)
 class BlockSettings(block_diffusion.BlockSettings):
+    """How to decode block by block."""
+
     sub_block: int = setting(4096, "Tokens of a sub-block; a block is decoded as a whole", at_least=1, at_most=4096)
     threshold: float = setting(0.85, "Tokens more probable than this are revealed", at_least=0, at_most=1)
 
@@ -30,6 +32,8 @@ class BlockSettings(block_diffusion.BlockSettings):
 
 
 class BlockByBlock(block_diffusion.BlockByBlock):
+    """The decoder with its compiled sizes."""
+
     settings: ClassVar[type[BlockSettings]] = BlockSettings
     shift: ClassVar[int] = 0
 

@@ -99,6 +99,8 @@ class ReorderedBlocks(Objective):
 
 @dataclasses.dataclass(frozen=True)
 class WindowSettings(shared.Settings):
+    """How to decode in a sliding window."""
+
     window: int = setting(16, "Places that are decoded at once", scope="compiled", at_least=1, at_most=4096)
     entropy_threshold: float = setting(
         0.4, "Masks with less entropy (in nats) than this are filled together", at_least=0, at_most=1e4
@@ -115,6 +117,8 @@ class WindowSettings(shared.Settings):
 
 
 class SlidingWindow(Continuer):
+    """The decoder with its compiled sizes."""
+
     settings: ClassVar[type[WindowSettings]] = WindowSettings
     typical: ClassVar[dict[float, float]] = {16.0: 3.41}
 

@@ -54,6 +54,8 @@ _OVERHEAD = 16  # tokens of arithmetic that the rest of a forward pass takes, at
 
 @dataclasses.dataclass(frozen=True)
 class DraftSettings(shared.Settings):
+    """How to decode a dense model left to right."""
+
     slot_size: int = setting(8, "Tokens per slot", scope="compiled", at_least=1, at_most=4096)
     fed_tokens: int = setting(
         0, "Tokens of each row in a forward pass, at most: those of 2, 3 or 6 slots, which are drafts and the "
@@ -70,6 +72,8 @@ class DraftSettings(shared.Settings):
 
 @struct.dataclass
 class State(Continuation):
+    """The state of the decoding loop."""
+
     pending: Int32[Array, "B"]  # the last token, not in the cache yet
     place: Int32[Array, "B"]  # its position in the text
     drafts: Int32[Array, "B M"]  # of the tokens after it
@@ -85,6 +89,8 @@ class State(Continuation):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Drafting(Continuer):
+    """The decoder with its compiled sizes."""
+
     settings: ClassVar[type[DraftSettings]] = DraftSettings
     fills_gaps: ClassVar[bool] = True
     next_token: ClassVar[str] = LAST_TOKEN

@@ -26,6 +26,8 @@ from refusion_jax.systems.refusion.settings import CONFIDENCE, EXACT, LEFT_TO_RI
 
 
 class PlanSettings(SlotSettings):
+    """How to plan and infill."""
+
     @classmethod
     def operating_points(cls, new_tokens: int, trained: Mapping[str, Any]) -> list[dict[str, Any]]:
         largest = {"slot_size": max(trained["sizes"]), "slot_threshold": 0.6, "order": LEFT_TO_RIGHT}
@@ -45,6 +47,8 @@ class PlanSettings(SlotSettings):
 
 
 class PlanAlone(ExactInfill):
+    """The decoder with its compiled sizes."""
+
     settings: ClassVar[type[PlanSettings]] = PlanSettings
     typical: ClassVar[dict[float, float]] = {16.0: 4.53}
 

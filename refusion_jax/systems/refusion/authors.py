@@ -22,6 +22,8 @@ from refusion_jax.systems.refusion.loop import CHECK, PLAN, PROPOSE, VERIFY, Nee
 
 
 class ThresholdInfill(SlotDecoder):
+    """The decoder with its compiled sizes."""
+
     def needs(self, work: Work, here: Block) -> Needs:
         """Drafts, with the mask tokens that draft their rest."""
         verifies, proposes, checks = ((work.phase == phase)[:, None] for phase in (VERIFY, PROPOSE, CHECK))

@@ -33,6 +33,8 @@ class ExactWork(Work):
 
 
 class ExactInfill(SlotDecoder):
+    """The decoder with its compiled sizes."""
+
     def needs(self, work: ExactWork, here: Block) -> Needs:
         """A row that verifies has its drafts fed; all but the last token of a slot are followed by one to compare."""
         is_verify = work.phase == VERIFY

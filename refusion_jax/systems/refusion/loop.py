@@ -47,6 +47,8 @@ class Work:
 
 @struct.dataclass
 class State(RowState):
+    """The state of the decoding loop."""
+
     places: Canvas
     cache: kv.Cache
     work: Work

@@ -26,11 +26,15 @@ from refusion_jax.systems.refusion.settings import SequentialSettings
 
 @struct.dataclass
 class State(Continuation):
+    """The state of the decoding loop."""
+
     last: Int32[Array, "B"]  # the last token, not in the cache yet
     last_place: Int32[Array, "B"]  # its position in the text
 
 
 class Sequential(Continuer):
+    """The decoder with its compiled sizes."""
+
     settings: ClassVar[type[SequentialSettings]] = SequentialSettings
     fills_gaps: ClassVar[bool] = True
     next_token: ClassVar[str] = SLOT_MASK

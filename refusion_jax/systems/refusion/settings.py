@@ -29,6 +29,8 @@ class _Slots(shared.Settings):
 
 @dataclasses.dataclass(frozen=True)
 class SlotSettings(_Slots):
+    """How to decode a slot-diffusion model (ReFusion, arXiv 2512.13586, section 3.3)."""
+
     serial_blocks: int = setting(
         1, "The answer is cut into this many equal blocks of slots, decoded one after the other", at_least=1,
         at_most=2**20,
@@ -118,6 +120,8 @@ class SlotSettings(_Slots):
 
 
 class SequentialSettings(_Slots):
+    """How to decode such a model one token per forward."""
+
     @classmethod
     def operating_points(cls, new_tokens: int, trained: Mapping[str, Any]) -> list[dict[str, Any]]:
         return [{"slot_size": min(trained["sizes"])}]
