@@ -64,11 +64,7 @@ def per_document_sum(x: Shaped[Array, "B T"], segment_ids: Int32[ArrayLike, "B T
     """The sum of x over the document of each token, in the dtype of x (int32 for bool)."""
     T = x.shape[-1]
     x = x.astype(jnp.int32) if x.dtype == bool else x
-
-    def one_row(x, ids):
-        return jax.ops.segment_sum(x, ids, num_segments=T + 1)[ids]
-
-    return jax.vmap(one_row)(x, segment_ids)
+    return jax.vmap(lambda x, ids: jax.ops.segment_sum(x, ids, num_segments=T + 1)[ids])(x, segment_ids)
 
 
 def noise_keys(seed: int, step: Int[ArrayLike, ""], batch_size: int) -> Key[Array, "B"]:

@@ -73,14 +73,13 @@ class Pattern:
         rank, group = _cached(self, length)
         span = int(rank.max()) + 1
 
-        def count(members: np.ndarray, group_of_query: np.ndarray) -> np.ndarray:
+        def count(members: slice | np.ndarray, group_of_query: np.ndarray) -> np.ndarray:
             """For every query, the number of keys in a group with a rank up to its own."""
             order = np.sort(group[members].astype(np.int64) * span + rank[members])
             least = group_of_query.astype(np.int64) * span
             return np.searchsorted(order, least + rank, "right") - np.searchsorted(order, least, "left")
 
-        everyone = np.ones(length, bool)
-        own = np.where(group > 0, count(everyone, group), 0)
+        own = np.where(group > 0, count(slice(None), group), 0)
         return float(np.mean(count(group == 0, np.zeros_like(group)) + own))
 
 

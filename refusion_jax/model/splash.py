@@ -13,6 +13,7 @@ Axes: B rows, T row length, S the part of a row whose queries a chip has, N quer
 Q, U tiles of queries and of keys in a row, W of these that any query needs.
 """
 
+import dataclasses
 import functools
 
 import jax
@@ -196,22 +197,16 @@ def _kernel(pattern: Pattern, length: int, heads: int, parts: int, rows: int, in
     return kernel, int(tiles.max())
 
 
+@dataclasses.dataclass(frozen=True)
 class _PatternMask(masks.Mask):
     """A pattern as the kernel asks for it: tile by tile, so that [T, T] is never made."""
 
-    def __init__(self, pattern: Pattern, length: int):
-        self._pattern, self._length = pattern, length
+    pattern: Pattern
+    length: int
 
     @property
     def shape(self) -> tuple[int, int]:
-        return self._length, self._length
+        return self.length, self.length
 
     def __getitem__(self, index: tuple[slice, slice]) -> np.ndarray:
-        return self._pattern.dense(self._length, *index)
-
-    def __eq__(self, other: object) -> bool:
-        same = isinstance(other, _PatternMask)
-        return same and (self._pattern, self._length) == (other._pattern, other._length)
-
-    def __hash__(self) -> int:
-        return hash((self._pattern, self._length))
+        return self.pattern.dense(self.length, *index)
