@@ -225,9 +225,17 @@ def client(address: str) -> Iterator:
         yield client
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="class")  # which hypothesis takes; for a function it is the same
+def two_shapes() -> Iterator[None]:
+    """Forwards of decoders are compiled for two numbers of tokens: which one runs changes no answer."""
+    compile_few_shapes(2)
+    yield
+    compile_few_shapes()
+
+
+@pytest.fixture
 def all_shapes() -> Iterator[None]:
-    """Decoders are compiled as for a user, from here to the end of the file."""
+    """Decoders are compiled as for a user."""
     budget._SHAPES, masked._WIDTHS = ALL_SHAPES
     yield
     compile_few_shapes()

@@ -11,9 +11,9 @@ if version("jaxlib").startswith("0.10."):  # XLA ends a process whose flag it do
     QUICK_COMPILE += " --xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1"
 
 
-def compile_few_shapes() -> None:
-    """Forwards of decoders are compiled for two numbers of tokens instead of six or four, in about half of the time."""
+def compile_few_shapes(count: int = 1) -> None:
+    """Forwards of decoders are compiled for so many numbers of tokens instead of six or four, in a part of the time."""
     from refusion_jax.systems import masked
     from refusion_jax.systems.refusion import budget
 
-    budget._SHAPES = masked._WIDTHS = 2
+    budget._SHAPES = masked._WIDTHS = count

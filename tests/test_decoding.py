@@ -22,6 +22,7 @@ from refusion_jax.systems.refusion.loop import CHECK, PLAN, PROPOSE, VERIFY, Slo
 from refusion_jax.systems.refusion.reference import plan_and_infill
 from refusion_jax.systems.refusion.settings import ORDERS
 
+pytestmark = pytest.mark.usefixtures("two_shapes")
 RANDOM_CASES = int(os.environ.get("REFUSION_RANDOM_CASES", "600"))
 
 

@@ -41,6 +41,7 @@ def random_requests(rng: np.random.Generator, count: int, slot_size: int) -> lis
     return requests
 
 
+@pytest.mark.usefixtures("two_shapes")
 @pytest.mark.parametrize("slot_size", [5, *(pytest.param(size, marks=pytest.mark.slow) for size in (2, 4))])
 def test_every_token_but_a_slots_first_is_the_best_after_the_one_before_it(slot_size):
     """In one plain causal forward over what was given and then committed, in this order.
@@ -116,6 +117,7 @@ def test_drawn_answers_are_distributed_as_one_token_after_the_other():
     assert statistic < 120
 
 
+@pytest.mark.usefixtures("two_shapes")
 @pytest.mark.parametrize("infill", ["exact", "threshold"])
 def test_neither_the_budget_nor_the_batch_changes_an_answer(infill):
     """Greedy or drawn; each prompt twice in one queue of four rows, so among others each time."""

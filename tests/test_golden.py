@@ -27,12 +27,9 @@ from refusion_jax.systems.api import stream
 from refusion_jax.systems.refusion.objective import Noise, hybrid_batch
 
 GOLDEN = Path(os.environ.get("REFUSION_GOLDEN", SHARED / "golden" if (SHARED / "golden").exists() else SHIPPED))
-pytestmark = [
-    pytest.mark.skipif(
-        not (GOLDEN / "decode.jsonl").exists(), reason=f"no golden cases in {GOLDEN}; REFUSION_GOLDEN can name a folder"
-    ),
-    pytest.mark.usefixtures("all_shapes"),  # in two, each forward of so many decodings is larger than it needs to be
-]
+pytestmark = pytest.mark.skipif(
+    not (GOLDEN / "decode.jsonl").exists(), reason=f"no golden cases in {GOLDEN}; REFUSION_GOLDEN can name a folder"
+)
 
 
 @functools.cache
@@ -79,6 +76,7 @@ def decode_all(batch_size: int, jobs: list[tuple[dict, str]], dtype="float32") -
 
 
 # `decode` is tried with one row below. Of 15 rows one is admitted at a time; two would be a program more for each size.
+@pytest.mark.usefixtures("two_shapes" if GOLDEN == SHIPPED else "all_shapes")  # many forwards pay for small shapes
 @pytest.mark.parametrize(
     ("batch_size", "budgets"),
     [(15, 3 if GOLDEN == SHIPPED else 1), *(pytest.param(n, 3, marks=pytest.mark.slow) for n in (1, 64))],

@@ -32,21 +32,13 @@ from refusion_jax.distributed.sharding import make_mesh
 from refusion_jax.systems import pard, prompt_lookup
 from refusion_jax.training.program import train_program
 
-LOSSLESS = [
-    ("prompt_lookup", {"draft_length": 3}),
-    ("dflash", {"draft_length": 4}),
-    ("idlm", {"stride": 4}),
-    *(("dense", {"fed_tokens": fed}) for fed in (24, 0)),  # several slots, and what pays; test_systems.py has one slot
-]
 
-
-@pytest.mark.parametrize(("method", "changes"), LOSSLESS)
-def test_greedy_they_write_what_ar_writes_from_the_same_weights(method, changes):
+def test_a_forward_feeds_as_much_as_pays_and_writes_what_one_token_after_the_other_is():
+    """Of other numbers, and other decoders, tests/test_systems.py says so."""
     saved = 0
     for model in sharp_models()[:3]:
-        out, ar = (decode(equipped(model, m), PROMPTS, settings(m, **s)) for m, s in ((method, changes), ("ar", {})))
-        assert out.tokens == ar.tokens
-        assert out.commit_order == ar.commit_order
+        out, ar = (decode(model, PROMPTS, settings(m, fed_tokens=0)) for m in ("dense", "ar"))
+        assert (out.tokens, out.commit_order) == (ar.tokens, ar.commit_order)
         assert all(a <= b for a, b in zip(out.forwards, ar.forwards, strict=True))
         saved += sum(ar.forwards) - sum(out.forwards)
     assert saved > 0
@@ -96,8 +88,6 @@ def test_drawn_texts_are_distributed_as_next_token_predictions(method, changes, 
     ("method", "changes", "forwards"),
     [
         ("idlm", {"stride": 4}, 1 + 4),  # one token, then four per forward
-        pytest.param("dense", {"fed_tokens": 1}, 16, marks=pytest.mark.slow),
-        ("dense", {"fed_tokens": 8}, 4),
         ("dense", {"fed_tokens": 24}, 2),
     ],
 )
