@@ -36,7 +36,6 @@ from refusion_jax.model.transformer import Transformer
 UNTIL_DONE = np.iinfo(np.int32).max  # forwards of a run that ends with its rows alone
 LOOK = 16  # forwards between two checks of whether the caller stops answers
 _KEPT = 4  # beginnings of prompts are kept for others in as much memory as a quarter of the rows
-_LONG = 4  # blocks of a chunk of the prefill, from which one of a single block is compiled for short requests, too
 
 
 def stream(
@@ -166,8 +165,7 @@ class RunningBatch:
         """
         graphdef, params = nnx.split(model)
         self._params = nnx.to_pure_dict(params)  # flattened in C++, where a State takes as long as a small forward
-        self._compiled, self._mesh = static_arguments(graphdef, decoder), mesh_of(model)
-        self._decoder, self._short = decoder, self._compiled  # for requests of few tokens, see `compile_admissions`
+        self._compiled, self._mesh, self._decoder = static_arguments(graphdef, decoder), mesh_of(model), decoder
         self.rows, self._sizes = rows, admissions(rows, self._mesh)
         self.free = list(range(rows))
         self._trajectory: Trajectory | None = None
@@ -196,19 +194,9 @@ class RunningBatch:
         return [rows[number] for number in range(len(requests))]
 
     def compile_admissions(self, like: Request) -> None:
-        """Compiles admission for every number of rows, by prefilling a request for rows outside the batch.
-
-        Where the chunks of a prefill are long, also for requests of few tokens: padding takes as long as tokens do.
-        """
-        decoder = self._decoder
-        if decoder.copies_prefix and decoder.chunk >= _LONG * decoder.prefix_block:
-            short = dataclasses.replace(decoder, chunk=decoder.prefix_block)
-            self._short = static_arguments(self._compiled.graphdef, short)
+        """Compiles admission for every number of rows, by prefilling a request for rows outside the batch."""
         for size in self._sizes:
-            new = newcomers({self.rows: like}, size, self.rows, decoder, self._prefixes)
-            # In this order: what comes first is compiled for other shardings, and a cache of programs holds one order.
-            for compiled in dict.fromkeys((self._compiled, self._short)):
-                self._prefill(new, compiled)
+            self._prefill(newcomers({self.rows: like}, size, self.rows, self._decoder, self._prefixes))
 
     def _admit(self, requests: Sequence[Request], blocks: Sequence[list[bytes]]) -> list[int]:
         """Prefills requests together, which begin with as many blocks that are known."""
@@ -217,13 +205,12 @@ class RunningBatch:
         some = dict(zip(rows, requests, strict=True))
         new = newcomers(some, size, self.rows, self._decoder, self._prefixes, blocks)
         self.known[rows] = new.known
-        left = max(request.given_length for request in requests) - new.known
-        self._prefill(new, self._short if left <= self._short.decoder.chunk else self._compiled)
+        self._prefill(new)
         return rows
 
-    def _prefill(self, new: Newcomers, compiled: StaticArguments) -> None:
+    def _prefill(self, new: Newcomers) -> None:
         with jax.set_mesh(self._mesh):
-            self._state, self._store = _admit(compiled, self._params, self._state, self._store, new)
+            self._state, self._store = _admit(self._compiled, self._params, self._state, self._store, new)
 
     def run(self, finished: int, most: int = UNTIL_DONE) -> None:
         """Starts to decode, until so many rows are finished, free ones included, or `most` forwards are done."""

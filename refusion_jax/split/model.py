@@ -21,7 +21,7 @@ from jaxtyping import Array, Bool, Float, Int32
 
 from refusion_jax.cli.errors import UserError
 from refusion_jax.decoding.prefixes import Newcomers
-from refusion_jax.decoding.queue import Progress, RunningBatch, StaticArguments
+from refusion_jax.decoding.queue import Progress, RunningBatch
 from refusion_jax.model.key_values import KeyValues, attend_over
 from refusion_jax.model.ragged import Ragged
 from refusion_jax.model.transformer import Transformer, Wrapper
@@ -91,10 +91,10 @@ class SplitBatch(RunningBatch):
         super().__init__(model, decoder, like, rows)
         self._link.start(rows, decoder.cache_length)
 
-    def _prefill(self, new: Newcomers, compiled: StaticArguments) -> None:
+    def _prefill(self, new: Newcomers) -> None:
         given = np.where(new.rows < self.rows, new.layout.given.length, 0)
         self._link.admit(given)
-        super()._prefill(new, compiled)
+        super()._prefill(new)
         jax.block_until_ready(self._state)
         self._link.place(new.rows)
 
