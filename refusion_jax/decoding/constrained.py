@@ -205,13 +205,13 @@ class ConstrainedBatch(RunningBatch):
         """Drafts of a row's next tokens; writes what is allowed at their places and at the one after them."""
         drafts: list[int] = []
         guesses = self._guesses[row, self._tokens[row] :]
-        for place in range(len(allowed)):
+        last = min(len(allowed), len(guesses)) - 1
+        for place in range(last + 1):
             mask = np.frombuffer(matcher.compute_bitmask(), np.int32)[: allowed.shape[1]]
             allowed[place], allowed[place, : len(mask)] = 0, mask
-            token = _only_bit(mask)
-            if token is None and place < len(guesses) and _has_bit(mask, int(guesses[place])):
-                token = int(guesses[place])
-            if token is None or place == len(allowed) - 1:
+            is_allowed = np.unpackbits(allowed[place].view(np.uint8), bitorder="little")
+            token = int(is_allowed.argmax() if np.count_nonzero(is_allowed) == 1 else guesses[place])
+            if not is_allowed[token] or place == last:
                 break
             drafts.append(token)
             if token == self._decoder.ids.eos_id or not matcher.consume_tokens([token]):
@@ -235,14 +235,3 @@ def reason(error: object) -> str:
 def batch_type(decoder: Decoder) -> type[RunningBatch]:
     """The batch that a decoder needs."""
     return ConstrainedBatch if isinstance(decoder, Constrained) else RunningBatch
-
-
-def _only_bit(words: np.ndarray) -> int | None:
-    """The number of the only bit that is set; None where there are none or several."""
-    (at,) = np.nonzero(words)
-    word = int(words[at[0]]) & 0xFFFFFFFF if len(at) == 1 else 0
-    return 32 * int(at[0]) + word.bit_length() - 1 if word.bit_count() == 1 else None
-
-
-def _has_bit(words: np.ndarray, number: int) -> bool:
-    return number < 32 * len(words) and bool(int(words[number // 32]) >> number % 32 & 1)
