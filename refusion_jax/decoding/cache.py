@@ -36,9 +36,9 @@ class Cache:
         return cls(split(model.empty_cache(rows, capacity)), jnp.zeros((rows,), jnp.int32))
 
 
-def split(entries: KeyValues) -> KeyValues:
-    """Shards entries [L, B, K, C, H] over the mesh, where there is one."""
-    return jax.tree.map(lambda x: constrain(x, "layers", "batch", "kv_heads", None, None), entries)
+def split(entries: KeyValues, rows: str | None = "batch") -> KeyValues:
+    """Shards entries [L, B, K, C, H] over the mesh, where there is one; with rows=None all devices have all rows."""
+    return jax.tree.map(lambda x: constrain(x, "layers", rows, "kv_heads", None, None), entries)
 
 
 def stored(new: KeyValues) -> KeyValues:

@@ -20,9 +20,9 @@ import numpy as np
 from flax import struct
 from jaxtyping import Array, ArrayLike, Int32, UInt32
 
+from refusion_jax.decoding import cache as kv
 from refusion_jax.decoding.decoder import Decoder
 from refusion_jax.decoding.requests import Request
-from refusion_jax.distributed.sharding import constrain
 from refusion_jax.model.key_values import KeyValues
 
 
@@ -134,12 +134,8 @@ def newcomers(
 @functools.partial(jax.jit, static_argnames=("N", "S"))
 def empty_store(entries: KeyValues, N: int, S: int) -> KeyValues:
     """Room for blocks of entries like these, of which only the shapes matter, [L, N, K, S, H]."""
-    return split(jax.tree.map(lambda x: jnp.zeros((x.shape[0], N, x.shape[2], S, x.shape[4]), x.dtype), entries))
-
-
-def split(store: KeyValues) -> KeyValues:
-    """Shards a store by heads; all parts of the batch have all blocks."""
-    return jax.tree.map(lambda x: constrain(x, "layers", None, "kv_heads", None, None), store)
+    blocks = jax.tree.map(lambda x: jnp.zeros((x.shape[0], N, x.shape[2], S, x.shape[4]), x.dtype), entries)
+    return kv.split(blocks, rows=None)
 
 
 def copy(store: KeyValues, places: Int32[Array, "R M"], C: int) -> KeyValues:
@@ -161,4 +157,4 @@ def write(store: KeyValues, entries: KeyValues, places: Int32[Array, "R M"]) -> 
         blocks = blocks.reshape(*blocks.shape[:3], -1, *old.shape[3:])
         return old.at[:, places].set(jnp.moveaxis(blocks, 3, 2), mode="drop")
 
-    return split(jax.tree.map(of, store, entries))
+    return kv.split(jax.tree.map(of, store, entries), rows=None)
