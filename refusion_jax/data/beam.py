@@ -5,6 +5,7 @@ import os
 import shlex
 import sys
 from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import apache_beam as beam
 import numpy as np
@@ -21,6 +22,10 @@ from refusion_jax.data.manifest import PROGRESS
 from refusion_jax.data.shards import PrepareSettings, Report, Worker
 from refusion_jax.data.workers import Runner, Task
 from refusion_jax.distributed.json_files import read_json
+
+
+# Prism has a worker run eight chunks at a time, each in a thread, of which each keeps 80 MiB that its chunks took.
+_THREADS = ThreadPoolExecutor(2)
 
 
 class BeamRunner(Runner):
@@ -93,7 +98,7 @@ class _Work(beam.DoFn):
         self._worker = Worker(self._settings, self._output)
 
     def process(self, element: tuple[int, list[InputSplit]]) -> Iterator[tuple[int, None]]:
-        self._task(self._worker, *element)
+        _THREADS.submit(self._task, self._worker, *element).result()
         yield element[0], None
 
 
