@@ -23,8 +23,7 @@ from refusion_jax.data.shards import PrepareSettings, Report, Worker
 from refusion_jax.data.workers import Runner, Task
 from refusion_jax.distributed.json_files import read_json
 
-
-# Prism has a worker run eight chunks at a time, each in a thread, of which each keeps 80 MiB that its chunks took.
+# Prism has a worker run eight chunks at a time, each in a thread, and each thread keeps the 80 MiB that a chunk took.
 _THREADS = ThreadPoolExecutor(2)
 
 
