@@ -138,7 +138,10 @@ def test_two_processes_score_tasks_as_one(tmp_path, tasks):
         for name in ("one", "two")
     )
     assert [bool(scores) for scores in one] == [False, False, True, False, False, True]
-    assert {"eval_sums_exact_match_last", "eval_sums_tokens_per_forward"} <= set(one[2])
+    # Speculation takes the room that others in the batch leave, and hosts fill it in another order: the same tokens, in
+    # more or fewer forwards.
+    assert all(scores.pop("eval_sums_tokens_per_forward") > 0 for scores in one + two if scores)
+    assert "eval_sums_exact_match_last" in one[2]
     assert one == two
 
 
