@@ -17,6 +17,8 @@ def test_a_template_renders_turn_after_turn():
 def test_a_template_may_use_what_transformers_offers_but_the_date():
     source = "{% for x in [m, 2] %}{{ x | tojson }}{% break %}{% endfor %}{{ strftime_now is defined }}"
     assert ChatTemplate(source, "here").render(m={"a<b>&'\u00e9": 1}) == '{"a<b>&\'\u00e9": 1}False'
+    marked = "{% generation %}{{ m }}{% set x = 1 %}{% endgeneration %}, {{ strftime_now('%d %B %Y') }}"
+    assert ChatTemplate(marked, "here").render(m="b") == "b, 01 July 2025"  # SmolLM3's insists on a date
     with pytest.raises(UserError, match="here: the chat template fails: no system turns"):
         ChatTemplate("{{ raise_exception('no system turns') }}", "here").render()
 

@@ -48,6 +48,14 @@ def test_chats_are_rendered_with_and_without_thinking_and_with_the_beginning_of_
     text = tokenizer.render_chat(begun, thinking=True, answer_begun=True)
     assert text == asked + "```python\n"
     assert tokenizer.encode_chat([text])[0][0] == tokenizer.encode_chat([BOS])[0][0]  # the mark, not its letters
+    told = load(tmp_path, chat_template="{{ tools is none and documents is none }}{{ tools }}")
+    assert [told.render_chat(turns, tools=tools) for tools in (None, [], [1])] == ["TrueNone"] * 2 + ["False[1]"]
+
+
+def test_a_sentencepiece_model_next_to_tokenizer_json_is_left_alone(tmp_path):
+    path = epath.Path(write_tokenizer(tmp_path))
+    (tmp_path / "tokenizer.model").write_bytes(b"as Gemma, Llama 2 and Mistral are released")
+    assert find_tokenizer_file(epath.Path(tmp_path)) == path
 
 
 def test_an_eos_that_is_also_the_padding_can_still_be_written(tmp_path):

@@ -6,9 +6,11 @@ import types
 import pytest
 from conftest import tiny_config
 from etils import epath
+from helpers import write_tokenizer
 from test_huggingface import LLAMA3
 
 from refusion_jax import UserError
+from refusion_jax.data.fast_tokenizer import load_tokenizer_file
 from refusion_jax.data.tokenizer import SentencePieceTokenizer
 from refusion_jax.model import huggingface_config
 
@@ -93,10 +95,17 @@ def test_what_config_json_leaves_out_is_the_familys_default(family, expected, tm
     assert {key: getattr(config, key) for key in expected} == expected
 
 
-def test_of_several_tokens_that_end_a_text_an_answer_ends_with_the_tokenizers(tmp_path):
-    tokenizer = SentencePieceTokenizer.train(["hello world, this is a text. " * 3] * 9, 290)
+def test_of_several_tokens_that_end_a_text_an_answer_ends_with_the_templates_or_the_tokenizers(tmp_path):
+    pieces = SentencePieceTokenizer.train(["hello world, this is a text. " * 3] * 9, 290)
     described = huggingface_config.describe(tiny_config(vocab_size=320, num_tokens=290, mask_token_id=4), "float32")
-    for ids, expected in (([9, tokenizer.eos_id, 8], tokenizer.eos_id), ([9, 8], 9)):
+    chat = load_tokenizer_file(write_tokenizer(tmp_path, eos_token="<|endoftext|>"), "<mask>")  # Gemma 3's ends no turn
+    (turn,) = chat.encode_chat(["<|im_end|>"])[0]
+    for tokenizer, ids, expected in (
+        (pieces, [9, pieces.eos_id, 8], pieces.eos_id),
+        (pieces, [9, 8], 9),
+        (chat, [9, chat.eos_id, turn], turn),
+        (chat, [9, chat.eos_id], chat.eos_id),
+    ):
         (tmp_path / "config.json").write_text(json.dumps(described | {"eos_token_id": ids}))
         assert huggingface_config.read_model_config(epath.Path(tmp_path), tokenizer).eos_token_id == expected
 

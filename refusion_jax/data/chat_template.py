@@ -3,31 +3,47 @@
 A template is a jinja2 program. It is rendered as transformers does, in jinja2's sandbox.
 """
 
+import datetime
 import functools
 import json
 from typing import Any, NoReturn
 
 import jinja2
+import jinja2.ext
 import jinja2.sandbox
 
 from refusion_jax.cli.errors import UserError, first_line
+
+_DAY = datetime.date(2025, 7, 1)
+
+
+class _Generation(jinja2.ext.Extension):
+    """{% generation %}, by which transformers finds what the assistant has written; the text is that inside."""
+
+    tags = {"generation"}
+
+    def parse(self, parser: jinja2.parser.Parser) -> list[jinja2.nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
 
 class ChatTemplate:
     """A compiled template.
 
-    Of what transformers offers, `strftime_now` is missing: a prompt would change from day to day. Templates ask whether
-    it is defined.
+    `strftime_now` tells of one day for ever, since a prompt must not change from day to day; templates that ask whether
+    it is defined are told that it is not.
     """
 
     def __init__(self, source: str, origin: str):
         """Compiles it; UserError where it is no template."""
         self._origin = origin
         environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
-            trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
+            trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", _Generation]
         )
         environment.filters["tojson"] = functools.partial(json.dumps, ensure_ascii=False)  # jinja2's escapes for HTML
         environment.globals["raise_exception"] = _refuse
+        if "strftime_now is" not in source:
+            environment.globals["strftime_now"] = _DAY.strftime
         try:
             self._template = environment.from_string(source)
         except Exception as error:  # noqa: BLE001  jinja2 has Python compile it, and computes what is constant

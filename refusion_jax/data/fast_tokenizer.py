@@ -180,11 +180,10 @@ class FastTokenizer(Tokenizer):
           tools: functions that the template tells the model of, in OpenAI's form.
         """
         variables = self._special | {"messages": messages, "add_generation_prompt": not answer_begun}
+        variables |= {"tools": tools or None, "documents": None}  # None is none, as in transformers
         thinking = self.thinking if thinking is None else thinking
         if thinking is not None:
             variables["enable_thinking"] = thinking
-        if tools:
-            variables["tools"] = tools
         text = self._template.render(**variables)
         if not answer_begun:
             return text
@@ -196,6 +195,12 @@ class FastTokenizer(Tokenizer):
     def encode_chat(self, texts: list[str]) -> list[list[int]]:
         """Token ids of rendered conversations, whose special tokens are meant."""
         return self._encode(texts, as_text=False)
+
+    def end_of_answer(self, ends: list[int]) -> int:
+        """That which the chat template writes after an answer: the EOS of Gemma 3's tokenizer ends documents alone."""
+        turns = [(("user", "?"), ("assistant", "!"))] if self._template else []
+        written = [token for ids in self.encode_prompts(turns) for token in ids if token in ends]
+        return [*written, super().end_of_answer(ends)][0]
 
     def decode(self, ids: list[int]) -> str:
         return self._tokenizer.decode(ids, skip_special_tokens=True)
@@ -242,8 +247,8 @@ def load_tokenizer_file(path: epath.PathLike, mask_piece: str | int, thinking: s
 
 
 def find_tokenizer_file(directory: epath.Path) -> epath.Path | None:
-    """The tokenizer file of a directory, if it has one."""
-    candidates = (directory / name for name in ("tokenizer.model", "tokenizer.json", "vocab.json"))
+    """The tokenizer file of a directory, if it has one; a tokenizer.model alone has no chat template."""
+    candidates = (directory / name for name in ("tokenizer.json", "tokenizer.model", "vocab.json"))
     return next((path for path in candidates if path.exists()), None)
 
 

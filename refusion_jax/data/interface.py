@@ -40,6 +40,10 @@ class Tokenizer(abc.ABC):
     def encode_prompts(self, texts: list[str | Messages | None]) -> list[list[int]]:
         """Token ids of prompts as the model is trained on them; None means no prompt."""
 
+    def end_of_answer(self, ends: list[int]) -> int:
+        """Which of the ids that end a text ends an answer: its EOS, if that is one of them, or else the first."""
+        return self.eos_id if self.eos_id in ends else [*ends, -1][0]
+
     @abc.abstractmethod
     def decode(self, ids: list[int]) -> str:
         """Text of token ids, without special tokens."""

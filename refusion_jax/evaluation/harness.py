@@ -28,7 +28,7 @@ from refusion_jax.decoding.stops import Stops
 from refusion_jax.decoding.trajectory import Trajectory
 from refusion_jax.evaluation.generation import check_fits, generate, settings_for
 from refusion_jax.evaluation.hosts import Hosts
-from refusion_jax.evaluation.likelihood import likelihoods
+from refusion_jax.evaluation.likelihood import likelihoods, longest_scored
 from refusion_jax.model.transformer import Transformer
 from refusion_jax.systems.registry import system_of
 
@@ -70,6 +70,7 @@ class EvaluatedModel(TemplateLM):
         self.thinking = self.tokenizer.thinking if self.thinking is None else self.thinking
         self.scoring = self.scoring or {}
         self._room = self.model.config.max_position_embeddings
+        self._scored = longest_scored(self.model, self.method)
         self._identity = [self.name, self.fingerprint, tokenizer_hash(self.tokenizer)]
         self.known: dict[str, dict[str, Any]] = self.journal.records if self.journal else {}
         self.known_before = set(self.known)
@@ -237,7 +238,7 @@ class EvaluatedModel(TemplateLM):
         texts, of_text = [], []
         for number, request in enumerate(requests):
             windows = get_rolling_token_windows(
-                self.tok_encode(request.args[0], add_special_tokens=False), self.prefix_token_id, self._room - 1, 1
+                self.tok_encode(request.args[0], add_special_tokens=False), self.prefix_token_id, self._scored - 1, 1
             )
             some = [make_disjoint_window(window) for window in windows]
             texts += some
@@ -250,8 +251,8 @@ class EvaluatedModel(TemplateLM):
     def _score(self, texts: list[tuple[list[int], list[int]]]) -> list[tuple[float, bool]]:
         """(nats, is greedy) of each (context, continuation); too long contexts lose their beginning."""
         how = {"method": self.method, **self.scoring}
-        texts = [(context[-max(self._room - len(text), 1) :], text) for context, text in texts]
-        if (longest := max((len(text) for _, text in texts), default=0)) > self._room - 1:
+        texts = [(context[-max(self._scored - len(text), 1) :], text) for context, text in texts]
+        if (longest := max((len(text) for _, text in texts), default=0)) > self._scored - 1:
             raise UserError(f"a continuation of {longest} tokens cannot be scored: the model reads {self._room}")
         keys = [key_of("likelihood", self._identity, how, context, text) for context, text in texts]
         hosts = Hosts(self.model)

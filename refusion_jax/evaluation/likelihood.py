@@ -97,7 +97,8 @@ def likelihoods(
     system = system_of(method) if method else default_system()
     if system.scoring is None:
         raise UserError(f"the likelihood of {system.name} models is not known")
-    texts = _checked(model, prompts, continuations, slot_size, order, draws)
+    longest = longest_scored(model, method)
+    texts = _checked(model, longest, prompts, continuations, slot_size, order, draws)
     keys = range(len(texts)) if keys is None else keys
     draws = _draws(system, order, draws)
     items = []
@@ -207,7 +208,13 @@ def documents(
     return prompts, responses
 
 
-def _checked(model, prompts, continuations, slot_size, order, draws) -> list[tuple[np.ndarray, np.ndarray]]:
+def longest_scored(model: Transformer, method: str = "") -> int:
+    """The most tokens of a prompt and what is scored; a left-to-right model is not fed the last of them."""
+    scoring = (system_of(method) if method else default_system()).scoring
+    return model.config.max_position_embeddings + bool(scoring and scoring.needs_prompt)
+
+
+def _checked(model, longest, prompts, continuations, slot_size, order, draws) -> list[tuple[np.ndarray, np.ndarray]]:
     if isinstance(order, str) and order not in ("left_to_right", "random"):
         raise UserError(f"order={order}: must be left_to_right, random, or a list of slots")
     for name, value, least in (("slot_size", slot_size, 1), ("draws", draws, 0)):
@@ -218,7 +225,7 @@ def _checked(model, prompts, continuations, slot_size, order, draws) -> list[tup
         ids = np.array([*prompt, *continuation], np.int32)
         if len(ids) and not 0 <= ids.min() <= ids.max() < c.num_tokens:
             raise UserError(f"text {number}: holds an id outside 0 to {c.num_tokens - 1}")
-        if len(ids) > c.max_position_embeddings:
+        if len(ids) > longest:
             raise UserError(
                 f"text {number}: has {len(ids)} tokens, and the model reads {c.max_position_embeddings}: shorten it"
             )
@@ -249,7 +256,7 @@ def token_scores(
     system = system_of(method)
     if system.scoring is None or system.scoring.is_bound:
         raise UserError(f"the likelihood of a token is not known for {system.name} models")
-    texts = _checked(model, prompts, continuations, slot_size, "left_to_right", 0)
+    texts = _checked(model, longest_scored(model, method), prompts, continuations, slot_size, "left_to_right", 0)
     numbers = [number for number, (_, continuation) in enumerate(texts) if len(continuation)]
     how = slot_size, "left_to_right", model.config.mask_token_id, (0, 0, 0)
     items = [system.scoring.forward(ScoredText(*texts[number], *how, f"text {number}")) for number in numbers]

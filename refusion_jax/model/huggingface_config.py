@@ -119,8 +119,8 @@ def read_model_config(
     if not -1 <= mask < shape["vocab_size"]:
         raise UserError(f"mask_token_id={mask} is no row of the embedding; {path} has {shape['vocab_size']}")
     ids = {f"{kind}_token_id": _first(getattr(given, f"{kind}_token_id")) for kind in ("pad", "bos", "eos")}
-    if tokenizer and isinstance(given.eos_token_id, list) and tokenizer.eos_id in given.eos_token_id:
-        ids["eos_token_id"] = tokenizer.eos_id  # Llama 3's first one ends a document, and the tokenizer's a turn
+    if tokenizer and isinstance(given.eos_token_id, list):
+        ids["eos_token_id"] = tokenizer.end_of_answer(given.eos_token_id)
     if ids["pad_token_id"] == ids["eos_token_id"]:
         ids["pad_token_id"] = -1  # no decoder writes padding, and each has to write EOS
     described = {
