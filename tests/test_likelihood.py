@@ -66,8 +66,9 @@ def test_the_probabilities_of_all_continuations_sum_to_one(method, number):
 
 
 def test_left_to_right_models_sum_to_one_as_well():
+    """Of one token more than the model reads, as it is not fed the last."""
     texts = list(itertools.product(range(5), repeat=3))
-    model = tiny_model(vocab_size=8, num_tokens=5)
+    model = tiny_model(vocab_size=8, num_tokens=5, max_position_embeddings=3)
     nats = log_likelihood(model, [[3]] * len(texts), texts, method="ar")
     assert abs(np.exp(nats).sum() - 1) < 1e-5
 
@@ -163,6 +164,7 @@ def test_of_masked_diffusion_it_is_a_bound_with_its_error():
         ({"slot_size": 0}, "slot_size=0: must be at least 1"),
         ({"continuations": [[5, 30, 5]]}, "text 0: holds an id outside 0 to 29"),
         ({"continuations": [[5] * 300]}, "text 0: has 301 tokens, and the model reads 256"),
+        ({"method": "ar", "continuations": [[5] * 257]}, "text 0: has 258 tokens, and the model reads 256"),
         ({"method": "ar", "prompts": [[]]}, "text 0: a left-to-right model needs at least one token"),
     ],
     ids=str,
