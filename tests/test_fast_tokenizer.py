@@ -112,6 +112,8 @@ def test_vocabulary_and_merges_of_qwen2_are_read_where_there_is_no_tokenizer_jso
     assert pieces[:4] == [["1", "2"], ["a", "?\u010a"], ["a", "'S"], ["\u00c3\u00a9"]]  # a digit stands alone
     assert tokenizer.encode_chat(["<think>x" + EOS]) == [[261, *tokenizer.encode(["x"])[0], 260]]
     assert tokenizer.decode([*tokenizer.encode(["h\u00e9"])[0], 261, 260]) == "h\u00e9<think>"
+    (ids,) = tokenizer.encode(["\n h\u00e9\u6771\U0001f680\ufffd"])
+    assert b"".join(map(tokenizer.spelling, [*ids, 261, 260])).decode() == "\n h\u00e9\u6771\U0001f680\ufffd<think>"
     for name, content in tokenizer.files.items():
         (tmp_path / name).write_bytes(content)
     again = load_tokenizer_file(find_tokenizer_file(epath.Path(tmp_path)), tokenizer.mask_id)

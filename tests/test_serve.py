@@ -237,6 +237,8 @@ def test_a_chat_tells_the_log_probabilities_of_a_completion(client, library):
     (ids,) = library[1].encode_prompts([(("user", TEXTS[0]),)])
     (plain,) = client.completions.create(prompt=ids, **how, logprobs=1).choices
     assert [one.token for one in chat.logprobs.content] == plain.logprobs.tokens
+    written = bytes(byte for one in chat.logprobs.content for byte in one.bytes)
+    assert written.decode(errors="replace") == chat.message.content
     found = [one.logprob for one in chat.logprobs.content]
     assert found == pytest.approx(plain.logprobs.token_logprobs, abs=1e-4)
     for one, own in zip(chat.logprobs.content, found, strict=True):

@@ -30,7 +30,7 @@ def any_text():
 @hypothesis.example("Grüße, 東京, 👩‍🚀, é")
 def test_encoding_loses_nothing_and_makes_no_special_token(tokenizer, text):
     (ids,) = tokenizer.encode([text])
-    assert tokenizer.decode(ids) == text
+    assert tokenizer.decode(ids) == b"".join(map(tokenizer.spelling, ids)).decode() == text
     assert not set(ids) & {tokenizer.bos_id, tokenizer.eos_id, tokenizer.pad_id, tokenizer.mask_id}
 
 
@@ -40,6 +40,7 @@ def test_special_tokens_have_ids_of_their_own_and_leave_no_text(tokenizer):
     assert all(0 <= i < tokenizer.size for i in special)
     (ids,) = tokenizer.encode(["plum"])
     assert tokenizer.decode([tokenizer.bos_id, *ids, tokenizer.mask_id, tokenizer.eos_id]) == "plum"
+    assert not any(map(tokenizer.spelling, special))
 
 
 def test_digits_are_tokens_of_their_own_however_common_a_number_is():

@@ -12,13 +12,17 @@ from refusion_jax.cli.errors import UserError, first_line
 from refusion_jax.data.chat_template import ChatTemplate
 from refusion_jax.data.examples import Messages
 from refusion_jax.data.interface import Tokenizer
-from refusion_jax.data.tokenizer import MASK_PIECE, SentencePieceTokenizer, plain_prompt
+from refusion_jax.data.tokenizer import MASK_PIECE, SentencePieceTokenizer, byte_of, plain_prompt
 from refusion_jax.distributed.json_files import parse_json
 from refusion_jax.distributed.storage import read_file
 
 MASK_TOKEN = "<|mask|>"  # ReFusion's on Qwen3's vocabulary
 THINKING = {"unset": None, "true": True, "false": False}  # of `enable_thinking`, which some chat templates ask for
 _KINDS = ("bos", "eos", "pad")
+# How vocabularies of bytes write them: those that can be printed as they are, the others by letters from 256 on.
+_PRINTED = {*range(33, 127), *range(161, 173), *range(174, 256)}
+_BYTES = {chr(byte): byte for byte in _PRINTED}
+_BYTES |= {chr(256 + number): byte for number, byte in enumerate(sorted({*range(256)} - _PRINTED))}
 # Classes whose vocab.json and merges.txt are Qwen2's, and how these cut a text before they merge bytes.
 _QWEN2 = ("Qwen2Tokenizer", "Qwen2TokenizerFast", "DreamTokenizer")
 _WORDS = (
@@ -204,6 +208,12 @@ class FastTokenizer(Tokenizer):
 
     def decode(self, ids: list[int]) -> str:
         return self._tokenizer.decode(ids, skip_special_tokens=True)
+
+    def spelling(self, token: int) -> bytes:
+        name, text = self.name_of(token), self.decode([token])
+        if "\ufffd" not in text or not _BYTES.keys() >= {*name}:  # whole characters
+            return text.encode()
+        return byte_of(name) if name.startswith("<0x") else bytes(_BYTES[letter] for letter in name)
 
     def name_of(self, token: int) -> str:
         return self._tokenizer.id_to_token(token)

@@ -49,6 +49,10 @@ class Tokenizer(abc.ABC):
         """Text of token ids, without special tokens."""
 
     @abc.abstractmethod
+    def spelling(self, token: int) -> bytes:
+        """The bytes that a token adds to a text, which may be a part of a character; none for special ones."""
+
+    @abc.abstractmethod
     def name_of(self, token: int) -> str:
         """How the vocabulary spells a token, also a special one."""
 

@@ -118,16 +118,16 @@ class SentencePieceTokenizer(Tokenizer):
     def name_of(self, token: int) -> str:
         return self._pieces.id_to_piece(token)
 
-    def spellings(self) -> list[bytes]:
-        """The bytes that each token adds to a text; none for special ones."""
+    def spelling(self, token: int) -> bytes:
+        if self._pieces.is_byte(token):
+            return byte_of(self.name_of(token))
+        is_special = self._pieces.is_control(token) or self._pieces.is_unknown(token) or self._pieces.is_unused(token)
+        return b"" if is_special else self.name_of(token).replace("\u2581", " ").encode()
 
-        def spelling(id: int) -> bytes:
-            if self._pieces.is_byte(id):  # <0x0A>
-                return bytes([int(self.name_of(id)[1:-1], 16)])
-            is_special = self._pieces.is_control(id) or self._pieces.is_unknown(id) or self._pieces.is_unused(id)
-            return b"" if is_special else self.name_of(id).replace("\u2581", " ").encode()
 
-        return [spelling(id) for id in range(self.size)]
+def byte_of(piece: str) -> bytes:
+    """The byte that a piece such as <0x0A> stands for."""
+    return bytes([int(piece[1:-1], 16)])
 
 
 def plain_prompt(prompt: str | Messages | None) -> str:

@@ -86,7 +86,7 @@ class _Pieces:
 
     def __init__(self, tokenizer: SentencePieceTokenizer, eos_id: int):
         self._tokenizer, self.eos_token_id, self.bos_token_id = tokenizer, eos_id, None
-        texts = tokenizer.spellings()
+        texts = [tokenizer.spelling(id) for id in range(tokenizer.size)]
         self.tokens: Sequence[bytes] = [text or tokenizer.name_of(id).encode() for id, text in enumerate(texts)]
         self.special_token_ids = [id for id, text in enumerate(texts) if not text]
 

@@ -66,12 +66,12 @@ class Scorer:
         }
 
     def _of_chat(self, body: Chat, tokens: list[int], scored: list[TokenScore]) -> dict[str, Any]:
-        def told(text: str, log_p: float) -> dict[str, Any]:
-            return {"token": text, "logprob": log_p, "bytes": [*text.encode()]}
+        def told(token: int, log_p: float) -> dict[str, Any]:
+            text, spelling = self._tokenizer.decode([token]), self._tokenizer.spelling(token)
+            return {"token": text, "logprob": log_p, "bytes": [*spelling]}
 
         content = [
-            told(self._tokenizer.decode([token]), one.log_p)
-            | {"top_logprobs": [told(*pair) for pair in [*self._top(one, token).items()][: body.top_logprobs]]}
+            told(token, one.log_p) | {"top_logprobs": [told(one.best, one.best_log_p)][: body.top_logprobs]}
             for token, one in zip(tokens, scored, strict=True)
         ]
         return {"content": content, "refusal": None}
