@@ -118,6 +118,11 @@ def test_a_rope_theta_where_transformers_5_keeps_it_is_found(tmp_path):
     assert huggingface_config.read_model_config(epath.Path(tmp_path)).rope_theta == 5e5
 
 
+def test_llama_3s_length_is_written_as_a_whole_number():
+    scaling = huggingface_config.describe(tiny_config(rope_scaling=(8.0, 1.0, 4.0, 32.0)), "float32")["rope_scaling"]
+    assert (scaling.pop("rope_type"), str([*scaling.values()])) == ("llama3", "[8.0, 1.0, 4.0, 32]")
+
+
 def test_a_tokenizer_of_many_more_ids_than_rows_is_another_models(tmp_path):
     described = huggingface_config.describe(tiny_config(), "float32")
     (tmp_path / "config.json").write_text(json.dumps(described))

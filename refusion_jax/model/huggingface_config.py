@@ -257,7 +257,8 @@ def describe(c: ModelConfig, dtype: str, objective: str | None = None) -> dict[s
     family = FAMILIES[c.family]
     token_ids = {name: getattr(c, name) for name in ("pad_token_id", "bos_token_id", "eos_token_id", "mask_token_id")}
     kind = {1: "linear", 4: "llama3"}.get(len(c.rope_scaling))
-    scaling = {"rope_type": kind, **dict(zip(_LLAMA3, c.rope_scaling, strict=False))} if kind else None
+    numbers = (*c.rope_scaling[:3], *map(int, c.rope_scaling[3:]))  # transformers wants the length to be whole
+    scaling = {"rope_type": kind, **dict(zip(_LLAMA3, numbers, strict=False))} if kind else None
     local = {}
     if "rope_local_base_freq" in family.defaults:
         theta, every = c.local_rope or (c.rope_theta, 1)
