@@ -22,6 +22,7 @@ from refusion_jax.evaluation import heldout
 from refusion_jax.evaluation.heldout import evaluate_model, find_held_out, make_held_out, make_loss, place
 from refusion_jax.evaluation.likelihood import held_out_bits
 from refusion_jax.model.transformer import Transformer
+from refusion_jax.systems.registry import default_decoder
 from refusion_jax.training.metrics import read_metrics
 
 SIZES = {"row_length": 32, "batch_size": 8, "slots.sizes": (2, 4), "eval.every": 1}
@@ -130,7 +131,7 @@ def test_a_run_evaluates_and_trains_as_if_it_did_not(tmp_path):
         assert evaluated[-1][name] == pytest.approx(value, abs=1e-6, rel=1e-6)
 
 
-@pytest.mark.parametrize("objective", ["refusion", "ar", "llada", "dream"])
+@pytest.mark.parametrize("objective", ["refusion", "ar", "llada", "dream", "r2ft"])
 def test_bits_per_byte_in_training_are_those_of_the_likelihood_on_any_devices(objective, monkeypatch):
     """And where the likelihood is not known there are none."""
     rows, model = some_rows(21), tiny_model()
@@ -146,10 +147,12 @@ def test_bits_per_byte_in_training_are_those_of_the_likelihood_on_any_devices(ob
         if objective == "dream":
             assert "eval_bits_per_byte" not in found
             continue
-        expected = held_out_bits(model, Letters(), rows, method=objective, draws=1)
+        expected = held_out_bits(model, Letters(), rows, method=default_decoder(objective), draws=1)
         assert found["eval_bits_per_byte"] == pytest.approx(expected["eval_bits_per_byte"], rel=1e-6)
         is_bound = expected["eval_bits_per_byte_is_bound"]
-        assert ("eval_bits_per_byte_is_bound" in found) == (objective == "llada") == is_bound
+        assert ("eval_bits_per_byte_is_bound" in found) == (objective in ("llada", "r2ft")) == is_bound
+        # The preference of r2ft is no mean over tokens, of which groups could be told apart.
+        assert any("mask_ratio" in name for name in found) == (objective in ("refusion", "llada"))
 
 
 @pytest.mark.parametrize(("data", "changes"), [(3, {"batch_size": 32}), (1, {"batch_size": 4096, "accumulation": 64})])

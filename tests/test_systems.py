@@ -4,7 +4,6 @@ its own rows; what it decodes is its plain reference, whatever else is in the ba
 import dataclasses
 import functools
 import itertools
-import types
 
 import jax
 import jax.numpy as jnp
@@ -228,17 +227,21 @@ def test_the_length_of_inputs_and_the_pattern_are_those_that_are_counted(name):
 @pytest.mark.parametrize(
     ("change", "why"),
     [
-        (lambda batch: {"labels": batch.labels[:, 1:]}, r"Odd.corrupt: labels is of shape \(2, 23\), not .* \(2, 24\)"),
-        (lambda batch: {"weights": {"md": batch.weights["mdm"]}}, r"Odd.corrupt: has weights of \['md'\], and .*'mdm'"),
+        (lambda batch: {"labels": batch.labels[:, 1:]}, r"batch.labels is of shape \(2, 23\), not .* \(2, 24\)"),
+        (lambda batch: {"weights": {"md": batch.weights["mdm"]}}, r"has weights of \['md'\], and .*'mdm'"),
+        (lambda batch: {"diagnostics": {"at": batch.labels[0]}}, r"batch.diagnostics\['at'\] is of shape \(24,\)"),
+        (lambda batch: {"visibility": jax.tree.map(lambda x: x[0], batch.visibility)}, r"batch.visibility.* \(24,\)"),
     ],
 )
 def test_a_batch_that_does_not_fit_is_refused_with_the_name_of_its_objective(change, why):
     class Odd(registry.systems()["llada"].objective):
         def corrupt(self, rows, keys):
             batch = super().corrupt(rows, keys)
-            return types.SimpleNamespace(**vars(batch) | change(batch))  # which no type checker of the tests looks at
+            for field, value in change(batch).items():
+                object.__setattr__(batch, field, value)  # which no type checker of the tests looks at
+            return batch
 
-    with pytest.raises(UserError, match=why):
+    with pytest.raises(UserError, match=f"Odd.corrupt: {why}"):
         Odd(MASK).batch(rows(), jax.random.split(jax.random.key(0), 2))
 
 

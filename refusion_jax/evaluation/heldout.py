@@ -32,7 +32,7 @@ from refusion_jax.distributed.processes import check_same
 from refusion_jax.evaluation.likelihood import held_out_bits, spread
 from refusion_jax.model.transformer import Transformer
 from refusion_jax.systems.interface import Objective
-from refusion_jax.systems.registry import find_system
+from refusion_jax.systems.registry import decoders_for, system_of
 
 _MOST = 16  # values of a diagnostic for which losses are reported
 BITS = ("eval_bits_per_byte", "eval_bits_per_byte_is_bound")
@@ -72,19 +72,18 @@ def make_loss(
     """Builds (weights) -> float32 scalars: eval_loss, its terms, and the mean of each term by group.
 
     Args:
-      config: the run's.
+      config, graphdef: of the run and its transformer.
       rows: [N, T], from `place`.
-      graphdef: of the transformer.
       objective: of the run. Its corruption is compiled here, to find the values of diagnostics.
     """
     parts = rows.tokens.shape[0] // config.batch_size * config.accumulation
     everywhere = sharding.sharding(rows.tokens.sharding.mesh)
-    values = jax.jit(lambda rows: _distinct(objective.corrupt(rows, _keys(rows)).diagnostics), out_shardings=everywhere)
+    values = jax.jit(lambda rows: _distinct(objective.batch(rows, _keys(rows)).diagnostics), out_shardings=everywhere)
     sizes = {name: sorted(set(x.tolist())) for name, x in jax.device_get(values(rows)).items()}
 
     def evaluate(params: dict, rows: Rows) -> dict[str, jax.Array]:
-        batch = objective.corrupt(rows, _keys(rows))
-        groups = _groups(batch.diagnostics, sizes)
+        batch = objective.batch(rows, _keys(rows))
+        groups = {} if batch.combine else _groups(batch.diagnostics, sizes)  # `combine` makes no means over tokens
 
         def part(_, some):
             batch, groups = some
@@ -148,15 +147,15 @@ def make_held_out(
     sets = find_held_out(config, tokenizer)
     if not sets:
         return None
-    loss, system = make_loss(config, place(config, sets, mesh), graphdef, objective), find_system(config.objective)
-    picked = pick(config, sets)
+    loss, picked = make_loss(config, place(config, sets, mesh), graphdef, objective), pick(config, sets)
+    method = next(iter(decoders_for(config.objective)), "")  # as `evaluate` chooses it
 
     def evaluate(params: dict) -> dict[str, Any]:
         values = jax.device_get(loss(params))
-        if system.scoring is None:
+        if not method or system_of(method).scoring is None:
             return values
         rows, model = (source[index] for source, index in picked), nnx.merge(graphdef, params)
-        bits = held_out_bits(model, tokenizer, rows, method=next(iter(system.decoders)), draws=1)
+        bits = held_out_bits(model, tokenizer, rows, method=method, draws=1)
         return values | {name: bits[name] for name in BITS if bits.get(name)}
 
     return evaluate

@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
+import jax
 import numpy as np
 from jaxtyping import Array, Float32, Int, Int32, Key
 
@@ -70,9 +71,9 @@ class Objective(abc.ABC):
                 f"{name}: has weights of {sorted(batch.weights)}, and coefficients of {sorted(self.coefficients)}"
             )
         B, T = np.shape(rows.tokens)
-        arrays = {"inputs": batch.inputs, "positions": batch.positions, "labels": batch.labels}
-        for field, x in (arrays | {f"weights[{term!r}]": x for term, x in batch.weights.items()}).items():
+        for path, x in jax.tree.leaves_with_path(batch):
             if x.shape != (B, self.input_length(T)):
+                field = f"batch{jax.tree_util.keystr(path)}"
                 raise UserError(f"{name}: {field} is of shape {x.shape}, not (B, T) = {(B, self.input_length(T))}")
         return batch
 

@@ -97,8 +97,7 @@ def _missing(system: System) -> Iterator[tuple[str, str]]:
 
 
 def _kinds(system: System) -> dict[str, type]:
-    settings = [declared(decoder.settings) for decoder in system.decoders.values()]
-    return {name: type(own.default) for some in settings for name, own in some.items()}
+    return {name: type(own.default) for d in system.decoders.values() for name, own in declared(d.settings).items()}
 
 
 def default_system() -> System:
@@ -150,11 +149,12 @@ def system_of(method: str) -> System:
 def decoders_for(objective: str) -> list[str]:
     """Names of the decoders for models of a system: its default first, those that need further models last.
 
-    None of its own that need further models: those are what the system trains.
+    None of its own that need further models: it trains those. Of other systems, those that are trained come first.
     """
     own = systems()[objective].decoders if objective in systems() else {}
     own = [name for name, decoder in own.items() if not decoder.settings.auxiliary_models]
-    others = {n: d for system in systems().values() if objective in system.decodes for n, d in system.decoders.items()}
+    some = sorted(systems().values(), key=lambda system: system.objective is None)
+    others = {n: d for system in some if objective in system.decodes for n, d in system.decoders.items()}
     return [*own, *sorted(others, key=lambda name: len(others[name].settings.auxiliary_models))]
 
 
