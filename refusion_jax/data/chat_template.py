@@ -6,25 +6,16 @@ A template is a jinja2 program. It is rendered as transformers does, in jinja2's
 import datetime
 import functools
 import json
+import re
 from typing import Any, NoReturn
 
 import jinja2
-import jinja2.ext
 import jinja2.sandbox
 
 from refusion_jax.cli.errors import UserError, first_line
 
 _DAY = datetime.date(2025, 7, 1)
-
-
-class _Generation(jinja2.ext.Extension):
-    """{% generation %}, by which transformers finds what the assistant has written; the text is that inside."""
-
-    tags = {"generation"}
-
-    def parse(self, parser: jinja2.parser.Parser) -> list[jinja2.nodes.Node]:
-        next(parser.stream)
-        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+_GENERATION = re.compile(r"({%[-+]?\s*(?:end)?)generation\b")  # of no effect on the text, as {% with %} is
 
 
 class ChatTemplate:
@@ -38,14 +29,14 @@ class ChatTemplate:
         """Compiles it; UserError where it is no template."""
         self._origin = origin
         environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
-            trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", _Generation]
+            trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
         )
         environment.filters["tojson"] = functools.partial(json.dumps, ensure_ascii=False)  # jinja2's escapes for HTML
         environment.globals["raise_exception"] = _refuse
         if "strftime_now is" not in source:
             environment.globals["strftime_now"] = _DAY.strftime
         try:
-            self._template = environment.from_string(source)
+            self._template = environment.from_string(_GENERATION.sub(r"\1with", source))
         except Exception as error:  # noqa: BLE001  jinja2 has Python compile it, and computes what is constant
             raise UserError(f"{origin}: the chat template cannot be read: {first_line(error)}") from error
 

@@ -97,8 +97,7 @@ def likelihoods(
     system = system_of(method) if method else default_system()
     if system.scoring is None:
         raise UserError(f"the likelihood of {system.name} models is not known")
-    longest = longest_scored(model, method)
-    texts = _checked(model, longest, prompts, continuations, slot_size, order, draws)
+    texts = _checked(model, method, prompts, continuations, slot_size, order, draws)
     keys = range(len(texts)) if keys is None else keys
     draws = _draws(system, order, draws)
     items = []
@@ -214,7 +213,7 @@ def longest_scored(model: Transformer, method: str = "") -> int:
     return model.config.max_position_embeddings + bool(scoring and scoring.needs_prompt)
 
 
-def _checked(model, longest, prompts, continuations, slot_size, order, draws) -> list[tuple[np.ndarray, np.ndarray]]:
+def _checked(model, method, prompts, continuations, slot_size, order, draws) -> list[tuple[np.ndarray, np.ndarray]]:
     if isinstance(order, str) and order not in ("left_to_right", "random"):
         raise UserError(f"order={order}: must be left_to_right, random, or a list of slots")
     for name, value, least in (("slot_size", slot_size, 1), ("draws", draws, 0)):
@@ -225,7 +224,7 @@ def _checked(model, longest, prompts, continuations, slot_size, order, draws) ->
         ids = np.array([*prompt, *continuation], np.int32)
         if len(ids) and not 0 <= ids.min() <= ids.max() < c.num_tokens:
             raise UserError(f"text {number}: holds an id outside 0 to {c.num_tokens - 1}")
-        if len(ids) > longest:
+        if len(ids) > longest_scored(model, method):
             raise UserError(
                 f"text {number}: has {len(ids)} tokens, and the model reads {c.max_position_embeddings}: shorten it"
             )
@@ -256,7 +255,7 @@ def token_scores(
     system = system_of(method)
     if system.scoring is None or system.scoring.is_bound:
         raise UserError(f"the likelihood of a token is not known for {system.name} models")
-    texts = _checked(model, longest_scored(model, method), prompts, continuations, slot_size, "left_to_right", 0)
+    texts = _checked(model, method, prompts, continuations, slot_size, "left_to_right", 0)
     numbers = [number for number, (_, continuation) in enumerate(texts) if len(continuation)]
     how = slot_size, "left_to_right", model.config.mask_token_id, (0, 0, 0)
     items = [system.scoring.forward(ScoredText(*texts[number], *how, f"text {number}")) for number in numbers]
