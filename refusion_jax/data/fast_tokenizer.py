@@ -200,12 +200,6 @@ class FastTokenizer(Tokenizer):
         """Token ids of rendered conversations, whose special tokens are meant."""
         return self._encode(texts, as_text=False)
 
-    def end_of_answer(self, ends: list[int]) -> int:
-        """That which the chat template writes after an answer: the EOS of Gemma 3's tokenizer ends documents alone."""
-        turns = [(("user", "?"), ("assistant", "!"))] if self._template else []
-        written = [token for ids in self.encode_prompts(turns) for token in ids if token in ends]
-        return [*written, super().end_of_answer(ends)][0]
-
     def decode(self, ids: list[int]) -> str:
         return self._tokenizer.decode(ids, skip_special_tokens=True)
 

@@ -41,8 +41,12 @@ class Tokenizer(abc.ABC):
         """Token ids of prompts as the model is trained on them; None means no prompt."""
 
     def end_of_answer(self, ends: list[int]) -> int:
-        """Which of the ids that end a text ends an answer: its EOS, if that is one of them, or else the first."""
-        return self.eos_id if self.eos_id in ends else [*ends, -1][0]
+        """Of ids that end a text, that which the chat template writes after an answer, or else EOS, or the first.
+
+        The EOS of Gemma 3's tokenizer ends documents alone, and Llama 3's first one, too.
+        """
+        (written,) = self.encode_prompts([(("user", "?"), ("assistant", "!"))])
+        return next((token for token in [*written, self.eos_id, *ends] if token in ends), -1)
 
     @abc.abstractmethod
     def decode(self, ids: list[int]) -> str:
