@@ -6,6 +6,7 @@ from helpers import write_lines
 from test_prepare import WORDS, contents, documents, make, tokenizer_file  # noqa: F401  a fixture
 
 from refusion_jax import UserError
+from refusion_jax.data.examples import Fields
 from refusion_jax.data.filters import Filters, FilterSettings
 from refusion_jax.data.manifest import file_checksum
 from refusion_jax.data.preparation import plan_chunks
@@ -40,6 +41,22 @@ def test_near_duplicates_are_left_out_wherever_they_stand_and_nothing_else_is(tm
     assert all(line["where"].startswith(f"{tmp_path}/b.jsonl:") for line in dropped)
     assert len(dropped) >= 20
     assert manifest.documents + sum(manifest.dropped.values()) == manifest.input["examples"] == 601
+
+
+def test_a_conversation_of_which_all_answers_are_trained_is_compared_and_held_out_as_a_whole(tmp_path, tokenizer_file):  # noqa: F811
+    rng, roles = random.Random(0), ["user", "assistant"] * 3
+    talks = [[text_of(rng, 120 if at == 0 else 4) for at in range(6)] for _ in range(20)]
+    copy = [*talks[3][:5], "another answer"]
+    lines = [[{"role": role, "content": text} for role, text in zip(roles, t, strict=True)] for t in [*talks, copy]]
+    write_lines(tmp_path / "a.jsonl", [{"messages": turns} for turns in lines])
+    keys = {"fields": Fields(flag="--", turns="all"), "row_length": 1 << 12, "near_dedup": True, "held_out": 0.3}
+    manifest = make(tokenizer_file, tmp_path / "a.jsonl", tmp_path / "out", **keys)
+    assert manifest.dropped == {"near_duplicate": 3}
+    assert {line["where"][-3:] for line in dropped_lines(tmp_path / "out")} == {":21"}
+    splits = [documents(tmp_path / "out" / split) for split in ("", "held_out")]
+    assert sum(map(len, splits)) == 60
+    trained, held_out = ({tuple(prompt[:100]) for prompt, _ in split} for split in splits)
+    assert (len(trained) + len(held_out), trained & held_out) == (20, set())
 
 
 def test_what_shares_thirteen_words_with_a_test_is_left_out(tmp_path, tokenizer_file):  # noqa: F811

@@ -8,6 +8,7 @@ import collections
 import contextlib
 import dataclasses
 import hashlib
+import itertools
 import json
 import os
 from collections.abc import Callable, Iterator
@@ -103,13 +104,14 @@ class Worker:
         """Keeps digests of a chunk's complete examples, by which duplicates are found, exact or near."""
         found = bytearray()
         good = (example for _, example in self._examples(chunk) if isinstance(example, Example))
-        for number, example in enumerate(good):
-            if example.starts and example.ends:
-                if self._settings.dedup:
-                    found += digest(example) + number.to_bytes(8, "little")
-                if self._settings.near_dedup:
-                    for band in band_digests("\n".join(example.texts)):
-                        found += band + (number | NEAR).to_bytes(8, "little")
+        whole = ((number, x) for number, x in enumerate(good) if x.starts and x.ends)
+        for _, record in itertools.groupby(whole, lambda item: item[1].where):
+            first, *_ = answers = list(record)
+            for number, example in answers if self._settings.dedup else ():
+                found += digest(example) + number.to_bytes(8, "little")
+            # Answers of one conversation stand on the same turns: it is compared as a whole, by its last one.
+            for band in band_digests("\n".join(answers[-1][1].texts)) if self._settings.near_dedup else ():
+                found += band + (first[0] | NEAR).to_bytes(8, "little")
         duplicates.save_keys(self._output / PROGRESS, index, np.frombuffer(found, "<u8").reshape(-1, 3))
         return Report()
 
@@ -157,12 +159,15 @@ class Worker:
         `report` counts what becomes of all examples; of those left out on purpose `drop` gets some of each kind.
         """
         drops, sources, languages, lengths = (collections.Counter() for _ in range(4))
-        number, settings = 0, self._settings
+        number, settings, near = 0, self._settings, None
 
         def left(example: Example, number: int) -> Example | Bad:
+            nonlocal near
+            if number | NEAR in repeated:
+                near = example.where  # and the answers that follow in this conversation
             if number in repeated:
                 return filtered_out(example, "duplicate")
-            if number | NEAR in repeated:
+            if example.where == near:
                 return filtered_out(example, "near_duplicate")
             return self._filters(example) if self._filters or settings.min_tokens or settings.max_tokens else example
 
@@ -203,10 +208,10 @@ class Worker:
 
 
 def _split(example: Example, held_out: float) -> str:
-    """The split of a document, by a hash of its content; of a text's opening, so that its parts stay together."""
+    """The split of a document, by a hash of its content; of what the parts of a text or conversation have in common."""
     if not held_out:
         return "train"
-    if example.prompt is None:
+    if example.opening or example.prompt is None:
         opening = example.opening or example.response[:OPENING].encode()[:OPENING]
         key = hashlib.blake2b(opening, digest_size=16).digest()
     else:
