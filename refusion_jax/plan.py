@@ -112,7 +112,7 @@ def main() -> None:
     else:
         with waiting(f"compiling for {topology}"):
             record = plan_train(config, topology, slices, _MEMORY_ONLY.value)
-        show_verdict(record, lambda: fix_for(config, topology, slices, devices))
+        show_verdict(record, lambda: fix_for(config, topology, slices))
 
 
 def plan_split() -> None:

@@ -303,11 +303,18 @@ def test_a_fix_is_found_by_halving_and_what_no_chip_can_hold_is_never_compiled(l
 
     monkeypatch.setattr("refusion_jax.planning.search.plan_train", plan)
     config = config_of("quickstart", batch_size=4 * 2**20, remat="none")
-    assert fix_for(config, "v5e:2x2", 1, 4) == said
+    assert fix_for(config, "v5e:2x2", 1) == said
     assert len(tried) <= 9  # of 21 numbers of rows per forward, and three more changes
     tried.clear()
-    assert fix_for(config_of("refusion_8b", "8b"), "v5e:2x2", 1, 4) == ""
+    assert fix_for(config_of("refusion_8b", "8b"), "v5e:2x2", 1) == ""
     assert tried == []
+
+
+def test_a_fix_runs_one_row_at_a_time_where_chips_share_each_row(monkeypatch):
+    prepare_environment()
+    monkeypatch.setattr("refusion_jax.planning.search.plan_train", lambda c, *_, **__: {"fits": c.accumulation == 8})
+    config = config_of("quickstart", batch_size=8, **{"mesh.data": 1, "mesh.sequence": 4})
+    assert fix_for(config, "v5e:2x2", 1) == "--config.remat=full --config.accumulation=8"
 
 
 def test_a_fix_is_not_looked_for_for_ever(monkeypatch):
@@ -315,7 +322,7 @@ def test_a_fix_is_not_looked_for_for_ever(monkeypatch):
     monkeypatch.setattr("refusion_jax.planning.search.FIX_SECONDS", 0.0)
     config = config_of("quickstart", **{"model.num_hidden_layers": 1})
     with pytest.raises(TimeoutError):
-        fix_for(config, "v5e:2x2", 1, 4)
+        fix_for(config, "v5e:2x2", 1)
 
 
 @pytest.mark.slow

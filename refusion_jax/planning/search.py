@@ -31,10 +31,11 @@ def search(
     config: ml_collections.ConfigDict, topology: str, slices: int, chips: int, tell: Callable[[dict], None]
 ) -> list[dict]:
     """The candidates that fit, fastest first; `tell` gets each record, with its "flags", as soon as it is known."""
-    found = []
+    found, devices = [], tpu_devices(topology, slices)
     for mesh in _meshes(config, chips):
+        parts = shard_count(make_mesh(with_flags(config, mesh).mesh, devices), "batch")
         for remat in REMAT_POLICIES:
-            for accumulation in _accumulations(config, chips):
+            for accumulation in _accumulations(config, parts):
                 flags = {"remat": remat, "accumulation": accumulation} | mesh
                 try:
                     record = plan_train(with_flags(config, flags), topology, slices, memory_only=True)
@@ -48,7 +49,7 @@ def search(
     return sorted(found, key=lambda record: record["step_seconds"])
 
 
-def fix_for(config: ml_collections.ConfigDict, topology: str, slices: int, chips: int) -> str:
+def fix_for(config: ml_collections.ConfigDict, topology: str, slices: int) -> str:
     """The smallest change of how a step runs that makes it fit, as flags; "" where none of those tried does.
 
     Raises TimeoutError where none was found in FIX_SECONDS.
@@ -69,7 +70,8 @@ def fix_for(config: ml_collections.ConfigDict, topology: str, slices: int, chips
 
     found = {"remat": _SMALL}
     if config.remat in (_SMALL, _SMALLEST) or not fits(found):
-        counts = sorted(_accumulations(config, chips))
+        parts = shard_count(make_mesh(config.mesh, tpu_devices(topology, slices)), "batch")
+        counts = sorted(_accumulations(config, parts))
         others = [n for n in counts if n != config.accumulation]
         count = _first_that_fits(others, lambda n: fits({"remat": _SMALL, "accumulation": n}))
         if count is not None:
@@ -108,12 +110,12 @@ def with_flags(config: ml_collections.ConfigDict, flags: dict) -> ml_collections
     return changed
 
 
-def _accumulations(config: ml_collections.ConfigDict, chips: int) -> list[int]:
-    """Accumulations to try, from the fewest rows per forward (one per chip, if there are enough) to the whole batch.
+def _accumulations(config: ml_collections.ConfigDict, parts: int) -> list[int]:
+    """Accumulations to try, from the fewest rows per forward to the whole batch, which a mesh splits into `parts`.
 
     Rows per forward double from one to the next, so that a search ends; the config's own accumulation is among them.
     """
-    most = max(config.batch_size // chips, 1)
+    most = max(config.batch_size // parts, 1)
     powers = {most >> n for n in range(most.bit_length()) if most % (1 << n) == 0}
     return sorted(powers | {1, config.accumulation}, reverse=True)
 
