@@ -51,6 +51,13 @@ def test_steps_taken_again_after_a_kill_are_lost_and_the_time_between_is_down():
     assert sum(spent[part] for part in events.PARTS) == pytest.approx(spent["total"]) == pytest.approx(81)
 
 
+def test_a_clock_that_is_set_back_makes_no_share_above_one():
+    set_back = [*STRAIGHT[:3], *(entry | {"time": entry["time"] - 30} for entry in STRAIGHT[3:])]
+    spent = events.account(set_back)
+    assert sum(spent[part] for part in events.PARTS) == pytest.approx(spent["total"]) == pytest.approx(48.5)
+    assert spent["goodput"] == pytest.approx(37 / 48.5)
+
+
 def test_a_step_can_be_lost_more_than_once():
     sessions = []
     for start in (0, 100, 200):

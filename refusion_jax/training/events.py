@@ -180,7 +180,8 @@ def account(events: Iterable[dict[str, Any]]) -> dict[str, float]:
         spent["down"] += down
         total += down + max(0.0, session[-1]["time"] - session[0]["time"])
         resumed_from = min(resumed_from, session[0]["step"])
-    spent["other"] = max(0.0, total - sum(spent.values()))
+    total = max(total, sum(spent.values()))  # less where the clock was set back
+    spent["other"] = total - sum(spent.values())
     return {**spent, "total": total, "goodput": spent["step"] / total if total else 0.0, "sessions": len(sessions)}
 
 
