@@ -7,7 +7,6 @@ conversation, or a text.
 import codecs
 import dataclasses
 import functools
-import json
 from collections.abc import Callable
 from typing import Any, Literal
 
@@ -63,9 +62,7 @@ class Example:
     where: str | Line  # for messages, file:line
     starts: bool = True  # False in the later parts of a text that is read in several
     ends: bool = True  # False in all parts but the last
-    opening: bytes = (
-        b""  # of a later part: the first OPENING bytes of the text; of one of all answers: the conversation
-    )
+    opening: bytes = b""  # of a later part: the first OPENING bytes of the text; of all answers: their conversation
     url: str = ""  # where it is from, if the record says so
     language: str = ""  # its code, where it was looked for
 
@@ -240,10 +237,9 @@ def _from_turns(item: dict, turns: Any, where: str | Line, fields: Fields) -> li
         return [Bad(where, f"the last of several turns must be the assistant's{found}", _TALK)]
     if fields.turns == "all" and len(turns) > _MOST_TURNS:
         return [Bad(where, f"has {len(turns):,} turns; of at most {_MOST_TURNS:,} all answers are trained", _TALK)]
-    if fields.turns == "last":
-        return [checked(turns[:-1], turns[-1][1], where)]
-    conversation = json.dumps(turns).encode()  # by which it is held out as a whole
-    return [checked(turns[:at], turns[at][1], where, opening=conversation) for at in answers]
+    chosen = answers if fields.turns == "all" else answers[-1:]
+    together = "\n".join(text for _, text in turns).encode() if fields.turns == "all" else b""
+    return [checked(turns[:at], turns[at][1], where, opening=together) for at in chosen]
 
 
 def _loss(item: dict) -> str:

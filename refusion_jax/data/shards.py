@@ -8,7 +8,6 @@ import collections
 import contextlib
 import dataclasses
 import hashlib
-import itertools
 import json
 import os
 from collections.abc import Callable, Iterator
@@ -102,16 +101,16 @@ class Worker:
 
     def write_keys(self, index: int, chunk: list[InputSplit]) -> Report:
         """Keeps digests of a chunk's complete examples, by which duplicates are found, exact or near."""
-        found = bytearray()
+        found, before = bytearray(), None
         good = (example for _, example in self._examples(chunk) if isinstance(example, Example))
-        whole = ((number, x) for number, x in enumerate(good) if x.starts and x.ends)
-        for _, record in itertools.groupby(whole, lambda item: item[1].where):
-            first, *_ = answers = list(record)
-            for number, example in answers if self._settings.dedup else ():
-                found += digest(example) + number.to_bytes(8, "little")
-            # Answers of one conversation stand on the same turns: it is compared as a whole, by its last one.
-            for band in band_digests("\n".join(answers[-1][1].texts)) if self._settings.near_dedup else ():
-                found += band + (first[0] | NEAR).to_bytes(8, "little")
+        for number, example in enumerate(good):
+            if example.starts and example.ends:
+                if self._settings.dedup:
+                    found += digest(example) + number.to_bytes(8, "little")
+                if self._settings.near_dedup and example.where != before:  # a conversation counts as its first answer
+                    for band in band_digests(example.opening.decode() or "\n".join(example.texts)):
+                        found += band + (number | NEAR).to_bytes(8, "little")
+                before = example.where
         duplicates.save_keys(self._output / PROGRESS, index, np.frombuffer(found, "<u8").reshape(-1, 3))
         return Report()
 
