@@ -90,11 +90,10 @@ def main() -> None:
     if kind == "hlo":
         show(plan_dump(Path(_HLO.value), topology, slices))
         return
-    devices = len(tpu_devices(topology, slices))
     if slices > 1 and config.mesh.replica == 1:
         config.mesh.replica = slices
     if _ROWS.value is not None:
-        chips = devices / find_chip(topology).per_chip
+        chips = len(tpu_devices(topology, slices)) / find_chip(topology).per_chip
         if _ROWS.value <= 0 or _ROWS.value * chips % 1:
             raise UserError(f"--rows_per_chip={_ROWS.value:g}: not a whole number of rows on {chips:g} chips")
         config.batch_size = int(_ROWS.value * chips)
@@ -108,7 +107,7 @@ def main() -> None:
             record = plan_decode(config, topology, slices, settings, _MEMORY_ONLY.value)
         show_verdict(record, lambda: fix_for_decode(config, topology, slices, settings))
     elif _SEARCH.value:
-        show_search(config, topology, slices, devices)
+        show_search(config, topology, slices)
     else:
         with waiting(f"compiling for {topology}"):
             record = plan_train(config, topology, slices, _MEMORY_ONLY.value)
@@ -167,7 +166,7 @@ def show(record: dict) -> None:
             print(f"{sums:,.0f} all-reduces of 1 MB and more per step stop the chip; --search tries other meshes.")
 
 
-def show_search(config: ml_collections.ConfigDict, topology: str, slices: int, devices: int) -> None:
+def show_search(config: ml_collections.ConfigDict, topology: str, slices: int) -> None:
     """Prints every candidate as it is known, then the fastest."""
 
     def tell(record: dict) -> None:
@@ -178,7 +177,7 @@ def show_search(config: ml_collections.ConfigDict, topology: str, slices: int, d
             print(f"{record['peak_hbm_gib']:7.2f} GiB {verdict:>15}   {record['flags']}", flush=True)
 
     with waiting(f"searching what is fastest on {topology}"):
-        found = search(config, topology, slices, devices, tell)
+        found = search(config, topology, slices, tell)
     if not found:
         raise UserError(f"nothing that was tried fits {topology} at {config.batch_size} rows per step: take more chips")
     warn_of_other_versions()

@@ -27,12 +27,10 @@ from refusion_jax.planning.report import plan_decode, plan_train
 FIX_SECONDS = 60.0  # on the clock, until no more changes are tried
 
 
-def search(
-    config: ml_collections.ConfigDict, topology: str, slices: int, chips: int, tell: Callable[[dict], None]
-) -> list[dict]:
+def search(config: ml_collections.ConfigDict, topology: str, slices: int, tell: Callable[[dict], None]) -> list[dict]:
     """The candidates that fit, fastest first; `tell` gets each record, with its "flags", as soon as it is known."""
     found, devices = [], tpu_devices(topology, slices)
-    for mesh in _meshes(config, chips):
+    for mesh in _meshes(config, len(devices)):
         parts = shard_count(make_mesh(with_flags(config, mesh).mesh, devices), "batch")
         for remat in REMAT_POLICIES:
             for accumulation in _accumulations(config, parts):
