@@ -34,7 +34,7 @@ from refusion_jax.training.inspection import BEGINNING, corrupted, row_page, sho
 
 _CONFIG = command.define_config("Config file of the training, such as configs/quickstart.py")
 _WORKDIR = flags.DEFINE_string(
-    "workdir", None, "Run of that config, for its tokenizer; without one it is trained again"
+    "workdir", None, "Run of that config, for its tokenizer; without one as a new run finds it"
 )
 _PLACE = flags.DEFINE_integer("place", 0, "Which row of the batch, from 0", 0, 2**24)
 _STEP = flags.DEFINE_integer("step", 1, "Step that is shown, from 1, as in metrics.jsonl", lower_bound=1)
@@ -85,7 +85,7 @@ def main() -> None:
             raise UserError(f"--place={place}: a batch holds rows 0 to {config.batch_size - 1}")
         if _WORKDIR.value and not (epath.Path(_WORKDIR.value) / "config.json").exists():
             raise UserError(f"--workdir={_WORKDIR.value}: holds no run, whose tokenizer is asked for")
-        tokenizer, rows, batch = training_batch(config, epath.Path(_WORKDIR.value or "."), _STEP.value - 1)
+        tokenizer, rows, batch = training_batch(config, _WORKDIR.value, _STEP.value - 1)
         title = f"row {place} of the batch of step {_STEP.value}, objective {config.objective}"
     elif _VERIFY.value:
         console.print(f"{_DATA.value}: all {verify(_DATA.value):,} rows are as they were written")

@@ -41,11 +41,7 @@ def main() -> None:
     config = default_config()
     config.data.path = _INPUT.value
     config.data.update({name: flag.value for name, flag in _FIELDS.items()})
-    try:
-        examples = usable(read_examples(config.data, config.seed), config.data.on_error)
-    except UserError as error:
-        said = str(error).replace("--config.data.path", "--input").replace("--config.data.", "--")
-        raise UserError(said) from error
+    examples = usable(read_examples(config.data, config.seed, "--input", "--"), config.data.on_error)
     with naming(f"--vocab_size={_VOCAB_SIZE.value}"):
         tokenizer = SentencePieceTokenizer.train(corpus(examples), _VOCAB_SIZE.value)
     write_file(output, tokenizer.model)

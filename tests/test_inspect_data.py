@@ -45,6 +45,13 @@ def test_the_batch_that_is_shown_gives_the_loss_that_was_logged(trained_run):
     assert float(sum(coefficients[n] * t for n, t in terms.items())) == pytest.approx(logged["loss"], rel=1e-5)
 
 
+def test_a_row_is_shown_in_the_tokens_of_the_model_that_a_run_begins_with(trained_run):
+    config = read_config(trained_run)
+    config.data.examples, config.init_from = 50, str(trained_run)  # a tokenizer that is trained on these is another
+    tokenizer, *_ = training_batch(config, None, 0)
+    assert tokenizer.files == {"tokenizer.model": (trained_run / "tokenizer.model").read_bytes()}
+
+
 @pytest.mark.parametrize("objective", ["refusion", "ar", "llada"])
 def test_any_system_s_row_can_be_looked_at(objective, trained_run):
     flags = [flag for flag in TINY_RUN if "steps" not in flag]

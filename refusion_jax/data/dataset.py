@@ -19,24 +19,23 @@ from refusion_jax.data.tokenizer import SentencePieceTokenizer, plain_prompt
 
 
 def load_dataset(
-    config: ml_collections.ConfigDict, workdir: epath.Path, default_tokenizer: epath.Path | None = None
+    config: ml_collections.ConfigDict, workdir: epath.PathLike | None, default_tokenizer: epath.Path | None = None
 ) -> tuple[Tokenizer, RowSource]:
     """The tokenizer and the rows that config.data names; rows that are not prepared are packed in memory.
 
     The tokenizer that the run trained when it began, in `workdir`, is used instead of training another, and the file
     `default_tokenizer` where neither the config nor the run has one.
     """
-    data = config.data
+    data, saved = config.data, find_tokenizer_file(epath.Path(workdir)) if workdir else None
     if paths := prepared_paths(data.path, "data.path"):
-        return _open_prepared(config, paths, workdir)
-    saved = find_tokenizer_file(workdir) or default_tokenizer
+        return _open_prepared(config, paths, saved)
     if data.weights:
         raise UserError(
             f"--config.data.weights={tuple(data.weights)}: only prepared directories are mixed by weight, and "
             f"--config.data.path={data.path} names none"
         )
     examples = usable(read_examples(data, config.seed), data.on_error)
-    if file := data.tokenizer or saved:
+    if file := data.tokenizer or saved or default_tokenizer:
         tokenizer = load_tokenizer_file(file, data.mask_piece, data.thinking)
     elif data.thinking != "unset":
         raise UserError(
@@ -63,10 +62,10 @@ def prepared_paths(path: str, key: str) -> list[str]:
 
 
 def _open_prepared(
-    config: ml_collections.ConfigDict, paths: list[str], workdir: epath.Path
+    config: ml_collections.ConfigDict, paths: list[str], saved: epath.Path | None
 ) -> tuple[Tokenizer, RowSource]:
     data = config.data
-    file = data.tokenizer or find_tokenizer_file(workdir) or find_tokenizer_file(epath.Path(paths[0]))
+    file = data.tokenizer or saved or find_tokenizer_file(epath.Path(paths[0]))
     if not file:
         raise UserError(f"{paths[0]} holds no tokenizer; name the one it was made with by --config.data.tokenizer")
     tokenizer = load_tokenizer_file(file, data.mask_piece, data.thinking)
@@ -92,10 +91,7 @@ def read_rows(config: ml_collections.ConfigDict, path: str, tokenizer: Tokenizer
     if not is_prepared(path):
         data = config.data.copy_and_resolve_references()
         data.path = path
-        try:
-            examples = usable(read_examples(data, config.seed), data.on_error)
-        except UserError as error:
-            raise UserError(str(error).replace("--config.data.path", f"--config.{key}")) from error
+        examples = usable(read_examples(data, config.seed, f"--config.{key}"), data.on_error)
         documents = usable(tokenize(examples, tokenizer, config.row_length), data.on_error)
         return pack(documents, config.row_length)
     return _prepared_rows(config, path, tokenizer, "the run's")

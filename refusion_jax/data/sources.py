@@ -27,7 +27,9 @@ def held_out_problems(data: ml_collections.ConfigDict) -> Iterator[Problem]:
     return GENERATED[data.path.partition(":")[0]](data).problems("test", -(-data.examples // _FEWER), seed=0)
 
 
-def read_examples(data: ml_collections.ConfigDict, seed: int) -> Iterator[Example | Bad]:
+def read_examples(
+    data: ml_collections.ConfigDict, seed: int, path_flag: str = "--config.data.path", fields_flag: str = Fields.flag
+) -> Iterator[Example | Bad]:
     """All examples of `config.data`, in a fixed order; held-out problems are the same for every seed."""
     name, _, split = data.path.partition(":")
     if name in GENERATED and split in ("", HELD_OUT):
@@ -37,13 +39,13 @@ def read_examples(data: ml_collections.ConfigDict, seed: int) -> Iterator[Exampl
         return
     if Path(data.path).is_dir():
         raise UserError(
-            f"--config.data.path: {data.path} is a directory; give a glob such as DIR/*.jsonl (`train` also takes a "
+            f"{path_flag}: {data.path} is a directory; give a glob such as DIR/*.jsonl (`train` also takes a "
             f"directory that `prepare` wrote, which holds a manifest.json)"
         )
     files = input_splits.find_files(data.path)
     if not files:
-        raise UserError(f"--config.data.path: {data.path} does not exist (built in: {', '.join(GENERATED)}, stdlib)")
-    fields = Fields(data.query_field, data.response_field, data.text_field, turns=data.turns)
+        raise UserError(f"{path_flag}: {data.path} does not exist (built in: {', '.join(GENERATED)}, stdlib)")
+    fields = Fields(data.query_field, data.response_field, data.text_field, fields_flag, data.turns)
     characters, example = 0, None
     for part in itertools.chain.from_iterable(map(_parts, files)):
         for example in input_splits.read(part, fields):
@@ -51,12 +53,12 @@ def read_examples(data: ml_collections.ConfigDict, seed: int) -> Iterator[Exampl
                 characters += example.characters
             if characters > _MOST:
                 raise UserError(
-                    f"--config.data.path: {data.path} holds more than {_MOST:,} characters, all of which would be kept "
+                    f"{path_flag}: {data.path} holds more than {_MOST:,} characters, all of which would be kept "
                     f"in memory: give a part of it, or `train` on the directory that `prepare` makes of it"
                 )
             yield example
     if example is None:
-        raise UserError(f"--config.data.path: {data.path} holds no example")
+        raise UserError(f"{path_flag}: {data.path} holds no example")
 
 
 def _parts(path: str) -> list[input_splits.InputSplit]:

@@ -15,6 +15,7 @@ from rich.text import Text
 
 from refusion_jax.batch.batch import Batch
 from refusion_jax.batch.rows import Rows, noise_keys
+from refusion_jax.checkpoints.load import find_own_tokenizer
 from refusion_jax.cli.errors import UserError
 from refusion_jax.config import make_objective
 from refusion_jax.data.dataset import load_dataset
@@ -36,9 +37,10 @@ class ShownDocument(NamedTuple):
     kinds: np.ndarray  # "prompt", "clean" or "masked", of each of `given`
 
 
-def training_batch(config: ml_collections.ConfigDict, workdir: epath.Path, step: int) -> tuple:
-    """(tokenizer, rows, batch) of step `step` + 1 of `train`, for the global batch."""
-    tokenizer, data = load_dataset(config, workdir)
+def training_batch(config: ml_collections.ConfigDict, workdir: epath.PathLike | None, step: int) -> tuple:
+    """(tokenizer, rows, batch) of step `step` + 1 of `train`, for the global batch; None: of a run that begins."""
+    own = find_own_tokenizer(epath.Path(config.init_from)) if config.init_from else None
+    tokenizer, data = load_dataset(config, workdir, own)
     places = range(config.batch_size)
     steps = {"batch_size": config.batch_size, "seed": config.seed, "first_step": step, "last_step": step + 1}
     rows = Rows(**next(host_batches(data, places, **steps)))
