@@ -104,8 +104,8 @@ def train(
         own = default and find_own_tokenizer(default)
     tokenizer, rows = load_dataset(config, workdir, own)
     say(
-        f"{rows.documents:,} documents in {len(rows):,} rows of {config.row_length} tokens, {rows.fill:.1%} full; "
-        f"vocabulary of {tokenizer.size}"
+        f"{rows.documents:,} documents, or parts of one, in {len(rows):,} rows of {config.row_length} tokens, "
+        f"{rows.fill:.1%} full; vocabulary of {tokenizer.size}"
     )
     adopt_steps(config, len(rows))
     processes.check_same("what --config.data.path holds", rows.fingerprint(), *tokenizer.files.values())

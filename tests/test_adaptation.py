@@ -253,7 +253,7 @@ def test_the_shape_is_that_of_the_weights_to_start_from_even_when_they_are_gone(
     for file in (source / "config.json", *source.glob("*.safetensors*")):
         file.unlink()
     out, _ = run(*train, "--config.epochs=2")
-    rows = int(re.search(r"documents in (\d+) rows", out)[1])
+    rows = int(re.search(r" in (\d+) rows", out)[1])
     assert f"trained to step {math.ceil(2 * rows / 4)};" in out
     assert "training is complete" in run(*train, "--config.epochs=2")[0]
     run("convert", "--format=huggingface", f"--from={tmp_path}/run", f"--to={tmp_path}/export")
