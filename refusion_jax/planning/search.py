@@ -125,6 +125,7 @@ def _meshes(config: ml_collections.ConfigDict, chips: int) -> Iterator[dict]:
     seen = []
     parts = (*(("mesh.data", n) for n in (2, 4, 8, 16)), *(("mesh.tensor", n) for n in (2, 4)))
     for mesh in (shape, whole, *(whole | {axis: n} for axis, n in parts)):
-        if mesh not in seen and chips % math.prod(size for size in mesh.values() if size > 0) == 0:
+        parts = math.prod(size for size in mesh.values() if size > 0)
+        if mesh not in seen and (chips % parts == 0 if -1 in mesh.values() else chips == parts):
             seen.append(mesh)
             yield mesh
