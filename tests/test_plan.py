@@ -139,9 +139,9 @@ def test_a_search_tries_the_whole_batch_at_once_and_what_the_config_does(rows_pe
     config, told = default_config(), []
     config.update({"batch_size": 4 * rows_per_chip, "accumulation": own})
     search(config, "v5e:2x2", 1, told.append)
-    counts = [record["accumulation"] for record in told if "mesh.tensor=1 " in record["flags"]]
+    counts = [record["accumulation"] for record in told if "--config.mesh.tensor=1" in record["flags"].split()]
     assert counts == tried * (len(counts) // len(tried))
-    shared = [record["accumulation"] for record in told if "mesh.tensor=4 " in record["flags"]]
+    shared = [record["accumulation"] for record in told if "--config.mesh.tensor=4" in record["flags"].split()]
     assert (max(shared), min(shared)) == (4 * rows_per_chip, 1)  # one row at a time, of four chips
 
 
