@@ -99,6 +99,11 @@ LONGEST = "systems readme experts storage golden tpu speculation structured dist
 LONGEST += "exact_infilling releases checkpoints generate decoding serve train heldout huggingface".split()
 
 
+def all_but(quick, values, mark=pytest.mark.thorough) -> list:
+    """Values of a parametrized test, marked but for those that always run."""
+    return [v if v in quick else pytest.param(*v if isinstance(v, tuple) else (v,), marks=mark) for v in values]
+
+
 def pytest_collection_modifyitems(items):
     """The longest files first: where files run side by side, none of them is left for the end."""
     order = {f"test_{name}": place for place, name in enumerate(LONGEST)}

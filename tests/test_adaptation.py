@@ -81,6 +81,7 @@ def test_adaptation_starts_from_the_weights_resumes_without_them_and_exports(sou
     assert isinstance(json.loads(out)["text"], str)
 
 
+@pytest.mark.thorough
 def test_adapters_are_trained_alone_saved_alone_and_merged_on_export(source, tmp_path):
     flags = {"lora.rank": 4, "lora.full": ".*norm|none", "learning_rate": 0.01, "steps": 4, "dtype": "bfloat16"}
     flags["schedule"] = "constant"
@@ -119,6 +120,7 @@ def test_adapters_are_trained_alone_saved_alone_and_merged_on_export(source, tmp
 
 
 @pytest.mark.filterwarnings("ignore")  # of theirs
+@pytest.mark.thorough
 def test_adapters_go_to_peft_and_come_back(source, tmp_path):
     flags = {"lora.rank": 4, "lora.targets": "(q|o|down)_proj", "learning_rate": 0.05, "steps": 4}
     run(*recipe(source, tmp_path / "run", **flags))
@@ -193,6 +195,7 @@ def test_adapters_that_cannot_be_are_refused(source, tmp_path, changes, said):
     assert said in err
 
 
+@pytest.mark.thorough
 def test_a_model_that_was_never_adapted_is_decoded_left_to_right_and_one_line_says_so(source, tmp_path):
     flags = ["--prompt=What is 5?", "--decode.max_new_tokens=4", "--json"]
     out, err = run("generate", f"--checkpoint={source}", *flags)
@@ -237,6 +240,7 @@ def test_weights_of_another_shape_are_refused_before_anything_is_written(source,
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.thorough
 def test_the_shape_is_that_of_the_weights_to_start_from_even_when_they_are_gone(source, tmp_path):
     for file in source.glob("*.safetensors*"):
         file.unlink()
@@ -260,6 +264,7 @@ def test_the_shape_is_that_of_the_weights_to_start_from_even_when_they_are_gone(
     assert json.loads((tmp_path / "export" / "config.json").read_text())["model_type"] == "llama"
 
 
+@pytest.mark.thorough
 def test_weights_of_a_run_are_trained_on_with_the_tokenizer_of_that_run(trained_run, tmp_path):
     write_lines(tmp_path / "other.jsonl", [{"query": f"Wozu {i}?", "response": f"Darum {i}."} for i in range(300)])
     flags = [*TINY_RUN, f"--config.init_from={trained_run}", f"--config.data.path={tmp_path}/other.jsonl"]

@@ -58,6 +58,7 @@ def test_the_shards_of_a_vocabulary_find_what_one_chip_finds(shape):
     np.testing.assert_allclose(logits, expected, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.thorough
 def test_greedy_answers_are_those_of_the_exact_head_on_one_device_and_on_a_mesh():
     model, s = sharp_model(), settings("ar")
     exact, few = decode(model, PROMPTS, s), dataclasses.replace(s, head_rows=8)

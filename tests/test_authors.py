@@ -57,6 +57,7 @@ def checkout(tmp_path):
     return tmp_path
 
 
+@pytest.mark.thorough
 def test_answers_are_compared_through_their_first_end_and_speeds_in_turns(checkout):
     prompts = [json.loads(line)["prompt_ids"] for line in (SHIPPED / "decode.jsonl").read_text().splitlines()[:3]]
     settings = DecodeSettings("refusion", infill="threshold", **SETTINGS)

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import BOS, PROMPTS, ROOT, compiled, extend, settings, sharp_model, tiny_config, tiny_model
+from conftest import BOS, PROMPTS, ROOT, all_but, compiled, extend, settings, sharp_model, tiny_config, tiny_model
 from flax import nnx
 
 from refusion_jax import UserError, decode
@@ -23,7 +23,7 @@ from refusion_jax.model.transformer import logical_axes
 from refusion_jax.systems.api import decoder_for, stream
 
 
-@pytest.mark.parametrize("method", ["refusion", "ar"])
+@pytest.mark.parametrize("method", all_but(["refusion"], ["refusion", "ar"]))
 def test_changing_thresholds_temperature_seed_and_prompts_compiles_nothing(method):
     model, own = sharp_model(), {"new": 12}  # a length that no other test has
     with compiled() as programs:
@@ -93,6 +93,7 @@ def test_a_batch_that_has_compiled_its_admissions_admits_without_compiling():
     assert not programs
 
 
+@pytest.mark.thorough
 def test_an_answer_that_the_caller_ends_frees_its_row_and_says_what_it_would_have_said():
     """Every other one may end after seven tokens; it is seen within a few forwards, long before the end."""
     model = sharp_model()
@@ -180,6 +181,7 @@ def test_a_batch_that_cannot_fit_is_refused_before_it_is_compiled(monkeypatch):
 @pytest.mark.parametrize(
     ("method", "prompt", "vocabulary"), [("refusion", 8, 50_000), ("llada", 8, 50_000), ("ar", 900, 32)]
 )
+@pytest.mark.thorough
 def test_the_memory_of_a_batch_is_about_what_the_compiler_takes(method, prompt, vocabulary):
     """Between two thirds and twice as much: XLA decides what is in memory at once."""
     model = tiny_model(vocab_size=vocabulary, num_tokens=vocabulary, max_position_embeddings=1024)
@@ -222,6 +224,7 @@ def test_help_states_the_bytes_of_a_token_as_they_are():
     assert "147,456 bytes per token, 4.5 GiB for 64 rows of 512." in help_text
 
 
+@pytest.mark.thorough
 def test_a_mesh_changes_no_answer():
     """Rows over `data`, heads and weights over `tensor`; the cache with them."""
     model = sharp_model()

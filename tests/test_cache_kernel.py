@@ -53,12 +53,14 @@ def test_entries_that_are_not_filled_are_no_part_of_any_sum():
     assert_equal_where_fed(emulated(*inputs(jnp.nan)), definition(*inputs()))
 
 
+@pytest.mark.thorough
 def test_split_over_rows_and_heads_the_kernel_is_the_definition():
     with jax.set_mesh(sharding.make_mesh({"data": 2, "tensor": 2}, jax.devices()[:4])):
         assert_equal_where_fed(emulated(*inputs()), definition(*inputs()))
 
 
 @pytest.mark.parametrize("method", ["refusion", pytest.param("ar", marks=pytest.mark.slow)])
+@pytest.mark.thorough
 def test_decoders_write_the_same_text_by_the_kernel(method, monkeypatch):
     expected = decode(sharp_model(1), PROMPTS, settings(method, new=8))
     monkeypatch.setattr(key_values, "is_for_kernel", lambda keys, tokens: keys.shape[3] > 0)

@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from conftest import MASK, PROMPTS, settings, sharp_model
 from helpers import drawn_matrix
 
@@ -70,6 +71,7 @@ def test_where_all_is_sure_a_block_takes_a_pass_and_a_commit_pass():
     assert max(out.forwards) == 7
 
 
+@pytest.mark.thorough
 def test_blocks_of_one_are_next_tokens():
     """Without masks in sight it is a causal model that is fed every token twice: as its own, and to be committed."""
     ar, out = decode(sharp_model(), PROMPTS, settings("ar")), decode(

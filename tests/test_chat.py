@@ -103,6 +103,7 @@ def test_turns_have_the_history_that_fits_by_the_chat_template(talker):
     assert answers[: len(expected)] == expected
 
 
+@pytest.mark.thorough
 def test_a_model_without_a_template_is_asked_each_turn_alone(trained_run, tmp_path):
     flags = ["--decode.max_new_tokens=16", "--decode.slot_size=4"]
     code, out, err = chat(
@@ -118,6 +119,7 @@ def test_a_model_without_a_template_is_asked_each_turn_alone(trained_run, tmp_pa
     assert HELP.split(out) == texts
 
 
+@pytest.mark.thorough
 def test_a_terminal_shows_slots_as_they_fill_and_is_never_left_by_mistake(talker):
     config = json.loads((talker / "config.json").read_text())
     (talker / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 8192}))

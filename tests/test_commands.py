@@ -184,6 +184,10 @@ BAD = {
     ),
     "numbers that are no digits": (["bench", "decode", "--batch_sizes=8,²"], "must be numbers from 1 to"),
     "setup without a decoder": (["bench", "decode", "--setup="], "unknown"),
+    "setup without a model": (
+        ["bench", "split", "--key={dir}/good.jsonl", "--setup=ar"],
+        "--setup=ar: must be a decoder",
+    ),
     "inspecting nothing": (["inspect_data", "--data={dir}"], "holds no rows (there is no manifest.json)"),
     "inspecting by no run": (
         ["inspect_data", "--config=configs/quickstart.py", "--workdir={dir}"],

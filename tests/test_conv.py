@@ -16,6 +16,7 @@ def test_the_counts_of_the_docstring():
     assert known_nearby(known, jnp.array([[2, 3, 5]]), jnp.array([2])).tolist() == [[3, 2, 1]]
 
 
+@pytest.mark.thorough
 def test_a_window_that_holds_the_whole_text_leaves_the_order_of_confidence():
     """tanh of the same count everywhere, with no block: what the uncut schedule of masked diffusion commits."""
     for model in sharp_models()[:2]:

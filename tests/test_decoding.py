@@ -91,6 +91,7 @@ def strategies(slot_size: int, infill: str):
 @pytest.mark.parametrize("slot_size", [3, *(pytest.param(size, marks=pytest.mark.slow) for size in (1, 4))])
 @hypothesis.settings(max_examples=RANDOM_CASES // 24, phases=[hypothesis.Phase.generate])
 @hypothesis.given(data=st.data())
+@pytest.mark.thorough
 def test_random_requests_decode_as_the_plain_method_does(slot_size, data):
     """The same tokens, commit order, rounds and, where nothing is fed ahead of time, phases; else no more forwards."""
     model, infill = sharp_models()[data.draw(st.integers(0, 4))], data.draw(st.sampled_from(["threshold", "exact"]))
@@ -121,6 +122,7 @@ def test_random_requests_meet_every_phase_and_every_way_to_end():
     assert min(MET.values()) > 10, MET
 
 
+@pytest.mark.thorough
 def test_slots_are_written_in_the_order_that_is_asked_for():
     """One slot a round: from left to right, or as the seed and the prompt's number have it, whatever its row."""
     model, size, slots = tiny_model(), 4, 8
@@ -146,6 +148,7 @@ ONE_BY_ONE = {"slot": 1.0, "token": 0.0}  # so it is, and only one slot is plann
 
 
 @pytest.mark.parametrize("thresholds", [ALWAYS, ONE_BY_ONE])
+@pytest.mark.thorough
 def test_where_all_drafts_are_accepted_a_budget_nearly_halves_the_forwards(thresholds):
     """The next plan is of the same block of two slots, or of the next block."""
     s, n = settings(new=40, blocks=5, eos_id=29, **thresholds), len(PROMPTS)
@@ -157,6 +160,7 @@ def test_where_all_drafts_are_accepted_a_budget_nearly_halves_the_forwards(thres
     assert out.forwards[n:] == [2 * rounds for rounds in out.rounds[n:]]
 
 
+@pytest.mark.thorough
 def test_the_automatic_budget_grows_with_each_plan_that_holds(monkeypatch):
     """Where 12 tokens are free and one slot of 4 a round is accepted, the next plan fits into them only at the end.
 

@@ -149,6 +149,7 @@ def test_how_much_is_fed_is_chosen_by_the_rows_and_the_device():
     assert reach[0] > reach[-1] == 1  # the arithmetic of many rows is not free
 
 
+@pytest.mark.thorough
 def test_a_plan_fed_ahead_changes_no_text():
     requests = [*map(Request, PROMPTS), Request([BOS, 5], ([7, 8], 5, [9], 6))]
     saved = 0

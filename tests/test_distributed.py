@@ -69,6 +69,7 @@ def test_two_processes_see_the_rows_and_the_noise_of_one():
     assert found["digests"] == expected
 
 
+@pytest.mark.thorough
 def test_two_processes_are_preempted_at_one_step_and_resume_to_the_losses_of_one(tmp_path, one_process):
     """SIGTERM on one host: both save the same step, once, and leave with 75, on which they are started again."""
     process = start_hosts(2, *FLAGS, f"--workdir={tmp_path}", RESTARTS="1")
@@ -90,6 +91,7 @@ def test_two_processes_are_preempted_at_one_step_and_resume_to_the_losses_of_one
     assert [first for first, _ in steps[1:]] == [last + 1 for _, last in steps[:-1]]
 
 
+@pytest.mark.thorough
 def test_a_directory_that_is_not_shared_is_refused_and_leaves_nothing(tmp_path):
     homes = [tmp_path / "0", tmp_path / "1"]  # a relative path, on machines of their own
     for home in homes:

@@ -20,6 +20,7 @@ FEW = "kill_in_save,bit_flip"
 
 
 @pytest.mark.parametrize(("faults", "kinds"), [(2, FEW), pytest.param(7, "", marks=pytest.mark.slow)])
+@pytest.mark.thorough
 def test_faults_of_all_kinds_leave_the_outcome_equal(tmp_path, monkeypatch, faults, kinds):
     monkeypatch.delenv("JAX_COMPILATION_CACHE_DIR")  # as users have it: the run keeps its programs itself
     lines = drill(tmp_path, f"--faults={faults}", f"--kinds={kinds}")

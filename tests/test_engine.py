@@ -137,6 +137,7 @@ def test_an_answer_is_shown_as_soon_as_it_begins_and_then_as_often_as_people_can
     assert (len(shown) == 2) == is_few
 
 
+@pytest.mark.thorough
 def test_a_lossless_decoder_is_served_and_so_are_the_gaps_that_it_fills():
     """Three times as many requests as rows."""
     model, own = sharp_model(), settings("dense", new=12, cache_length=64)

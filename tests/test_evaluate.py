@@ -78,6 +78,7 @@ def kept_by(host: int, output: Path) -> list[bytes]:
     return journal.read_bytes().splitlines(keepends=True)[1:] if journal.exists() else []
 
 
+@pytest.mark.thorough
 def test_killed_it_goes_on_and_decodes_no_finished_sample_again(loaded, trained_run, tasks, tmp_path):
     directory = tasks(GENERATE)
     flags = [f"--checkpoint={trained_run}", f"--include_path={directory}", "--tasks=sums", f"--output={tmp_path}/out"]
@@ -91,6 +92,7 @@ def test_killed_it_goes_on_and_decodes_no_finished_sample_again(loaded, trained_
     assert resumed["decoding"]["forwards"] == straight["decoding"]["forwards"]
 
 
+@pytest.mark.thorough
 def test_samples_drawn_for_one_problem_differ_and_flags_go_first(loaded, tasks, tmp_path):
     directory = tasks(GENERATE, sampled="true", repeats=3)
     _, samples = evaluate(loaded, tmp_path / "drawn", "sums", directory, limit=6)

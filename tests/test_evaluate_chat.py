@@ -88,6 +88,7 @@ def test_a_task_is_asked_with_examples_as_text_or_as_turns(checkpoint, directory
     assert (list(sample.request.prompt[:1]) == begin) == bool(how)  # the mark, not the letters that spell it
 
 
+@pytest.mark.thorough
 def test_the_command_asks_in_turns_with_examples_and_thinking(checkpoint, directory, tmp_path):
     flags = [f"--checkpoint={checkpoint}", "--tasks=words", f"--include_path={directory}", f"--output={tmp_path}/out"]
     run("evaluate", *flags, "--num_fewshot=2", "--thinking", "--limit=3")

@@ -35,6 +35,7 @@ def held_out(checkpoint, prepared, output, *flags, devices=1) -> dict:
     return json.loads((output / "results.json").read_text())["held_out"]
 
 
+@pytest.mark.thorough
 def test_the_loss_is_measured_where_the_likelihood_is_not_known_on_any_number_of_devices(unknown, prepared, tmp_path):
     one = held_out(unknown, prepared, tmp_path / "one")
     assert one["eval_loss"] > 0

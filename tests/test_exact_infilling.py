@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import BOS, EOS, MASK, PAD, PROMPTS, causal, forward, settings, sharp_models, tiny_model
+from conftest import BOS, EOS, MASK, PAD, PROMPTS, all_but, causal, forward, settings, sharp_models, tiny_model
 
 from refusion_jax import DecodeSettings, UserError, decode
 from refusion_jax.decoding.requests import Request, prepare
@@ -43,6 +43,7 @@ def random_requests(rng: np.random.Generator, count: int, slot_size: int) -> lis
 
 @pytest.mark.usefixtures("two_shapes")
 @pytest.mark.parametrize("slot_size", [5, *(pytest.param(size, marks=pytest.mark.slow) for size in (2, 4))])
+@pytest.mark.thorough
 def test_every_token_but_a_slots_first_is_the_best_after_the_one_before_it(slot_size):
     """In one plain causal forward over what was given and then committed, in this order.
 
@@ -79,6 +80,7 @@ def test_every_token_but_a_slots_first_is_the_best_after_the_one_before_it(slot_
     assert min(ended, went_on, quick) > RANDOM_CASES // 240, (ended, went_on, quick)
 
 
+@pytest.mark.thorough
 def test_drawn_answers_are_distributed_as_one_token_after_the_other():
     """Two slots of three, chosen at once, of two tokens each place may have: a chi-square test of all 64 answers."""
     model, prompt, count = tiny_model(3), [BOS, 9, 13, 21], 4096
@@ -118,7 +120,7 @@ def test_drawn_answers_are_distributed_as_one_token_after_the_other():
 
 
 @pytest.mark.usefixtures("two_shapes")
-@pytest.mark.parametrize("infill", ["exact", "threshold"])
+@pytest.mark.parametrize("infill", all_but(["exact"], ["exact", "threshold"]))
 def test_neither_the_budget_nor_the_batch_changes_an_answer(infill):
     """Greedy or drawn; each prompt twice in one queue of four rows, so among others each time."""
     own = {"infill_blend": 0.3} if infill == "exact" else {"top_p": 0.9, "top_k": 10}

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import PROMPTS, causal, config_with, forward, settings, sharp_model, tiny_config, tiny_model
+from conftest import PROMPTS, all_but, causal, config_with, forward, settings, sharp_model, tiny_config, tiny_model
 from flax import nnx
 from test_huggingface import change_config, saved, tensors
 from test_tpu import HAS_COMPILER
@@ -84,7 +84,7 @@ def value_and_gradients(router, mixture):
     return jax.jit(jax.value_and_grad(lambda x, w: jnp.sum(jnp.sin(mixture(x, w))), (0, 1)))(*inputs(router))
 
 
-@pytest.mark.parametrize(("router", "mesh", "tile"), CASES, ids=str)
+@pytest.mark.parametrize(("router", "mesh", "tile"), all_but(CASES[::3], CASES), ids=str)
 def test_value_and_gradient_are_those_of_a_loop_over_experts(router, mesh, tile, monkeypatch):
     monkeypatch.setattr(experts, "_tile", lambda _: tile)
     devices = jax.devices()[: math.prod(mesh.values())]
@@ -121,6 +121,7 @@ PRODUCTS = {"remat": "products", "accumulation": 4, "expert": 2, "tensor": 2, "s
 @pytest.mark.parametrize(
     ("family", "how"), [pytest.param("qwen3_moe", PRODUCTS, marks=pytest.mark.slow), ("llada2_moe", FULL)], ids=str
 )
+@pytest.mark.thorough
 def test_neither_devices_nor_accumulation_nor_remat_change_a_step(family, how):
     (metrics, gradient), (split_metrics, split_gradient) = one_step(family), one_step(family, **how)
     assert metrics["loss_router"] > CHOSEN  # where all have as much to do it is that
@@ -151,6 +152,7 @@ def test_the_router_loss_is_that_of_transformers_over_real_tokens(tmp_path):
 
 
 @pytest.mark.parametrize("shape", [MOE | {"norm_topk_prob": False}, LLADA2], ids=lambda shape: shape["family"])
+@pytest.mark.thorough
 def test_a_directory_comes_back_to_the_bit_straight_to_a_mesh(shape, tmp_path):
     path = saved(tmp_path / "theirs", **shape)
     model = load_model(path)
@@ -202,6 +204,7 @@ def test_configs_and_adapters_that_cannot_be_are_refused_in_one_line():
 @pytest.mark.parametrize(
     ("shape", "weights"), [pytest.param(MOE, "same", marks=pytest.mark.slow), (LLADA2, "int8")], ids=["qwen3", "llada2"]
 )
+@pytest.mark.thorough
 def test_decoding_with_a_cache_is_decoding_without_one_also_on_a_mesh(shape, weights, tmp_path):
     huggingface.save(sharp_model(**shape), tmp_path / "model")
     own = settings("ar", new=8)
@@ -214,6 +217,7 @@ def test_decoding_with_a_cache_is_decoding_without_one_also_on_a_mesh(shape, wei
 
 
 @SHAPES
+@pytest.mark.thorough
 def test_experts_in_int8_are_those_of_the_rounded_weights(shape):
     model = tiny_model(**shape)
     narrow, (graph, _) = model.rounded("int8"), nnx.split(model)
@@ -242,6 +246,7 @@ def test_flops_are_those_of_the_experts_that_a_token_goes_to(shape):
 
 @pytest.mark.tpu_compile
 @pytest.mark.skipif(not HAS_COMPILER, reason="needs the TPU compiler: pip install libtpu (Linux)")
+@pytest.mark.thorough
 def test_a_step_with_experts_on_64_chips_compiles_and_counts_what_the_model_needs():
     """FLOPs are counted as if all experts had as much to do."""
     prepare_environment()

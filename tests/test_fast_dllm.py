@@ -12,6 +12,7 @@ def decoded(layers: int, reuse: str):
 
 
 @pytest.mark.parametrize("reuse", ["dual", "prefix"])
+@pytest.mark.thorough
 def test_cached_equals_uncached_in_one_layer_whose_keys_depend_on_their_own_tokens_alone(reuse):
     assert decoded(1, reuse) == decoded(1, "none")
 

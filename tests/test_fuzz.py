@@ -53,6 +53,7 @@ def fault(answer: dict, changed: bool) -> str | None:
     return None
 
 
+@pytest.mark.thorough
 def test_malformed_calls_end_in_one_line_and_change_nothing(good, tmp_path):
     calls, found, codes, cpu = Calls(*good, SEED), [], {}, 0.0
     for case in range(CASES):

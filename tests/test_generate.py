@@ -66,6 +66,7 @@ def many(trained_run, tmp_path):
     return [*flags, "--decode.batch_size=1"]
 
 
+@pytest.mark.thorough
 def test_a_killed_call_decodes_only_what_is_missing(many, tmp_path):
     output, journal = tmp_path / "out.jsonl", tmp_path / "out.jsonl.partial"
     output.write_text('{"id": "from before"}')
@@ -89,6 +90,7 @@ def test_a_killed_call_decodes_only_what_is_missing(many, tmp_path):
     assert sorted(p.name for p in tmp_path.iterdir()) == ["in.jsonl", "out.jsonl"]
 
 
+@pytest.mark.thorough
 def test_parts_that_processes_answer_make_the_file_of_one_and_a_killed_one_goes_on(many, tmp_path):
     flags, output = [*many, f"--output={tmp_path}/out.jsonl"], tmp_path / "out.jsonl"
     run("generate", *many, f"--output={tmp_path}/one.jsonl")
@@ -218,6 +220,7 @@ def test_answers_are_cut_where_a_stop_string_begins(stops, text, tokens, reason)
     assert (record["text"], record["tokens"], record["finish_reason"]) == (text, list(b"ABCDEF")[:tokens], reason)
 
 
+@pytest.mark.thorough
 def test_several_devices_answer_as_one(trained_run, tmp_path):
     (tmp_path / "in.jsonl").write_text('{"prompt": "Sort 7 3."}\n{"prompt": "Quote ann fig."}\n{"prompt": "Add 3."}')
     flags = [f"--checkpoint={trained_run}", f"--input={tmp_path}/in.jsonl", "--decode.max_new_tokens=8"]
@@ -228,6 +231,7 @@ def test_several_devices_answer_as_one(trained_run, tmp_path):
     assert "--mesh.tensor=3: does not divide the model's" in err
 
 
+@pytest.mark.thorough
 def test_a_tokenizer_trained_by_our_command_serves_a_run(tmp_path):
     model, workdir = tmp_path / "new" / "t.model", tmp_path / "run"
     out, _ = run("train_tokenizer", "--input=tasks", f"--output={model}", "--vocab_size=400")

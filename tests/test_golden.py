@@ -81,6 +81,7 @@ def decode_all(batch_size: int, jobs: list[tuple[dict, str]], dtype="float32") -
     ("batch_size", "budgets"),
     [(15, 3 if GOLDEN == SHIPPED else 1), *(pytest.param(n, 3, marks=pytest.mark.slow) for n in (1, 64))],
 )
+@pytest.mark.thorough
 def test_every_case_decodes_as_recorded_whatever_the_budget(batch_size, budgets):
     """Each with nothing ahead of time, and with some of the budgets, in turn."""
     wrong = []

@@ -43,6 +43,7 @@ def test_every_setting_of_every_dial_can_be_decoded_with(system, budget):
 
 
 @pytest.mark.parametrize("budget", ["tiny", "small", pytest.param("gpu", marks=pytest.mark.slow)])
+@pytest.mark.thorough
 def test_what_chooses_the_settings_does_not_score_them_and_nobody_trains_on_either(budget):
     config, (validation, test) = CONFIGS(budget), asked_for(budget).held_out()
     mixture = families.mixture(config.data.difficulty)

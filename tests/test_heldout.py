@@ -73,6 +73,7 @@ def of_the_rows(objective: str, devices: int) -> dict[str, float]:
 
 
 @pytest.mark.parametrize("objective", ["refusion", "ar"])
+@pytest.mark.thorough
 def test_the_loss_of_a_set_is_that_of_one_batch_of_all_its_rows_on_any_devices(objective):
     expected = by_hand(objective)
     one, eight = of_the_rows(objective, 1), of_the_rows(objective, 8)
@@ -104,6 +105,7 @@ def test_noise_is_that_of_the_row_alone():
     np.testing.assert_array_equal(one_of_each, [some.tokens[0], others.tokens[0]])
 
 
+@pytest.mark.thorough
 def test_a_run_evaluates_and_trains_as_if_it_did_not(tmp_path):
     lines = [{"query": f"Add {i} and 3.", "response": f"{i + 3} it is, and more of it."} for i in range(30)]
     (tmp_path / "held_out.jsonl").write_text("\n".join(map(json.dumps, lines)))
@@ -132,6 +134,7 @@ def test_a_run_evaluates_and_trains_as_if_it_did_not(tmp_path):
 
 
 @pytest.mark.parametrize("objective", ["refusion", "ar", "llada", "dream", "r2ft"])
+@pytest.mark.thorough
 def test_bits_per_byte_in_training_are_those_of_the_likelihood_on_any_devices(objective, monkeypatch):
     """And where the likelihood is not known there are none."""
     rows, model = some_rows(21), tiny_model()
@@ -156,6 +159,7 @@ def test_bits_per_byte_in_training_are_those_of_the_likelihood_on_any_devices(ob
 
 
 @pytest.mark.parametrize(("data", "changes"), [(3, {"batch_size": 32}), (1, {"batch_size": 4096, "accumulation": 64})])
+@pytest.mark.thorough
 def test_a_trained_model_is_evaluated_in_batches_for_the_devices_here(data, changes):
     """Those of its run are for other devices: 32 rows cannot be split over three."""
     mesh = make_mesh({"data": data}, jax.devices()[:data])

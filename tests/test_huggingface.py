@@ -379,6 +379,7 @@ print((peak - before - sum(sizes)) / params["embed_tokens"].nbytes)
 
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="measures memory through Linux's /proc")
+@pytest.mark.thorough
 def test_reading_needs_little_more_memory_than_the_arrays_themselves(tmp_path):
     """Besides them one tensor at a time: below 1.3 of the largest, here the embedding of 64 MiB."""
     path = saved(tmp_path / "theirs", vocab_size=32768, num_tokens=32768, hidden_size=512, intermediate_size=1024)

@@ -116,6 +116,7 @@ def read_capped(path, most):
     return ended.stdout
 
 
+@pytest.mark.thorough
 def test_the_longest_list_of_what_takes_most_is_read_within_two_gib(tmp_path):
     (tmp_path / "a.json").write_bytes(b"[" + b",".join([b"[0]"] * ((6 << 20) - 1)) + b"]")
     assert "a.json: item 1: must be an object" in read_capped(tmp_path / "a.json", 2 << 30)

@@ -105,6 +105,7 @@ def test_a_decoder_in_int8_is_its_plain_reference_in_int8(name):
     assert decode(model, PROMPTS, settings(name)).tokens != out.tokens or name != "ar"  # it has been rounded
 
 
+@pytest.mark.thorough
 def test_a_model_is_rounded_as_it_is_read_and_split_over_a_mesh():
     model, own = load_model(SHIPPED / "model"), settings("ar", new=8, **BOTH)
     expected = decode(model, PROMPTS[:3], own)

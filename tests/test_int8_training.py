@@ -66,6 +66,7 @@ def test_weights_and_tokens_split_over_chips_give_the_same_to_the_bit():
     np.testing.assert_allclose(alone[2], split[2], rtol=1e-5, atol=1e-4)
 
 
+@pytest.mark.thorough
 def test_a_model_has_the_gradients_that_it_has_without_rounding_but_for_a_twentieth():
     tokens = jnp.asarray(np.random.default_rng(0).integers(5, 30, (4, 16)), jnp.int32)
     positions = jnp.broadcast_to(jnp.arange(16), (4, 16))

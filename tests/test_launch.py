@@ -238,6 +238,7 @@ def test_bad_input_is_one_line_and_calls_nothing(gcloud, arguments, said):
     assert not (gcloud / "refusion_jax").exists()
 
 
+@pytest.mark.thorough
 def test_a_machine_that_is_killed_and_taken_away_costs_nothing_but_time(gcloud, trained_run):
     """The whole road with real processes: the stub's machine is killed, its folder removed, and made again."""
     workdir = gcloud / "shared" / "run"

@@ -56,6 +56,7 @@ def streamed(address, path, **body):
 
 
 @pytest.mark.parametrize("path", ["", "docs"])
+@pytest.mark.thorough
 def test_a_page_is_for_all_by_name_and_loads_nothing(path, address, tmp_path):
     answer = httpx.get(f"{address}/{path}")
     assert answer.status_code == 200
@@ -77,6 +78,7 @@ def test_a_page_is_for_all_by_name_and_loads_nothing(path, address, tmp_path):
         ("/v1/completions", {"prompt": "Sort 7", "suffix": " 1.", "max_tokens": 8, "temperature": 2.0, "stream": True}),
     ],
 )
+@pytest.mark.thorough
 def test_watched_events_are_one_a_forward_and_add_up_to_the_answer(address, path, body):
     plain = streamed(address, path, **body)
     watched = streamed(address, path, **body, watch=True)

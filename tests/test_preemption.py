@@ -122,6 +122,7 @@ def test_a_notice_becomes_sigterm(metadata_server, monkeypatch, before, notice):
     assert heard == [signal.SIGTERM]
 
 
+@pytest.mark.thorough
 def test_a_run_on_google_s_machines_can_be_profiled_and_leaves_on_a_notice(metadata_server, tmp_path, monkeypatch):
     monkeypatch.setenv("GCE_METADATA_HOST", f"localhost:{metadata_server.server_port}")
     with socket.create_server(("localhost", 0)) as free:

@@ -285,6 +285,7 @@ def test_another_input_or_another_flag_is_no_continuation(tmp_path, tokenizer_fi
     assert contents(tmp_path / "mine") == {"thesis.txt": b"years"}
 
 
+@pytest.mark.thorough
 def test_a_killed_process_goes_on_where_it_was_and_its_workers_die(tmp_path, tokenizer_file):
     for index in range(4):
         (tmp_path / f"{index}.txt").write_text(" ".join(random.Random(index).choices(WORDS, k=500_000)))

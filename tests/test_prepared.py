@@ -235,6 +235,7 @@ def test_train_reads_a_mixture_and_logs_its_epochs(prepared, tmp_path):
     assert records[-1]["epoch_b"] == 40 / sizes[1]
 
 
+@pytest.mark.thorough
 def test_a_slow_store_delays_a_run_and_shows_in_its_goodput(prepared, store, tmp_path):
     for file in (prepared / "a").iterdir():
         store.objects[f"a/{file.name}"] = next(store.generations), file.read_bytes()

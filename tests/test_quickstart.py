@@ -35,6 +35,7 @@ def launch(workdir, *flags: str, **variables: str) -> dict:
     return report | {"printed": done.stdout}
 
 
+@pytest.mark.thorough
 def test_a_finished_run_is_decoded_by_both_decoders(trained_run, tmp_path):
     """A run again goes straight to decoding; that a model learns is what test_train.py shows in seconds."""
     shutil.copytree(trained_run, tmp_path / "run")

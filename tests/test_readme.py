@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from conftest import FORKS, QUICK_COMPILE, ROOT, TINY_RUN, serving
+from conftest import FORKS, QUICK_COMPILE, ROOT, TINY_RUN, all_but, serving
 from helpers import tiny_qwen3
 
 FRONT_DOOR = ROOT / "README.md"
@@ -26,15 +26,13 @@ def blocks(document: Path, language: str) -> list[str]:
     return re.findall(rf"```{language}\n(.*?)```", document.read_text(), re.DOTALL)
 
 
-# In the order of the documents, each once, however many documents show it.
-COMMANDS = list(
-    dict.fromkeys(
-        line.split(" #")[0].strip()
-        for document in (FRONT_DOOR, *ROADS)
-        for block in blocks(document, "bash")
-        for line in block.splitlines()
-    )
-)
+def commands(*documents: Path) -> list[str]:
+    """In the order of the documents, each once, however many documents show it."""
+    lines = [line for document in documents for block in blocks(document, "bash") for line in block.splitlines()]
+    return list(dict.fromkeys(line.split(" #")[0].strip() for line in lines))
+
+
+COMMANDS = commands(FRONT_DOOR, *ROADS)
 CLIENTS = [c for c in COMMANDS if c.startswith("curl ")]  # of a server
 OURS = [
     c
@@ -48,7 +46,7 @@ FILES = [  # (path in the checkout, code) of the files that a document has its r
     for found in re.findall(r"Put this into\s`(\S+)`.*?```python\n(.*?)```", road.read_text(), re.S)
 ]
 SCRIPTS = [
-    pytest.param(code, id=str(document.relative_to(ROOT)))
+    pytest.param(code, id=str(document.relative_to(ROOT)), marks=() if document == FRONT_DOOR else pytest.mark.thorough)
     for document in (FRONT_DOOR, *ROADS)
     for code in blocks(document, "python")
     if code not in dict(FILES).values()
@@ -134,7 +132,7 @@ def short(command: str) -> str:
     return re.search(r"refusion_jax\.(\w+)|pytest|local_hosts|tpu_vm", command)[0]
 
 
-@pytest.mark.parametrize("command", OURS, ids=short)
+@pytest.mark.parametrize("command", all_but(commands(FRONT_DOOR), OURS), ids=short)
 def test_a_command_works_as_written(command, user):
     if ".plan " in command and importlib.util.find_spec("libtpu") is None:
         pytest.skip("needs the TPU compiler: pip install libtpu (Linux)")
@@ -174,6 +172,7 @@ def skip_without_grammars(code):
 
 
 @pytest.mark.parametrize("command", CLIENTS)
+@pytest.mark.thorough
 def test_a_client_is_answered(command, server, user):
     skip_without_grammars(command)
     answer = shell(command.replace("http://127.0.0.1:8000", server), user)

@@ -86,6 +86,7 @@ def test_the_guard_counts_what_does_not_count():
         assert np.isfinite(after.loss_mean)
 
 
+@pytest.mark.thorough
 def test_a_spike_is_left_out_and_several_roll_back_past_their_rows(tmp_path):
     """A limit below the mean makes every step after the first 20 a spike, whatever the rows."""
     flags = [*TINY_RUN, f"--workdir={tmp_path}", "--config.guard.spike=0.01", "--config.guard.skips=3"]

@@ -292,6 +292,7 @@ def test_a_prompt_begins_as_in_training_unless_the_client_says_otherwise(client,
 SUMS = GENERATE.replace("0.7", "0.0").replace(", decode: {{slot_size: 4, token_threshold: 0.3}}", "")
 
 
+@pytest.mark.thorough
 def test_lm_eval_measures_over_http_what_evaluate_measures(address, library, tmp_path, tasks):
     """By the command of the README: its own client, for which the server tokenizes, scores and decodes token ids."""
     model, tokenizer = library

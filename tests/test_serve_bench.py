@@ -8,11 +8,13 @@ import threading
 import time
 import types
 
+import pytest
 from conftest import run
 
 from refusion_jax.benchmarks import _soak
 
 
+@pytest.mark.thorough
 def test_every_client_gets_the_same_answers(trained_run):
     flags = ["--clients=1,3", "--requests=8", "--rows=4", "--setup=refusion slot_size=4"]
     out, _ = run("bench", "serve", f"--checkpoint={trained_run}", *flags)
@@ -26,6 +28,7 @@ def test_every_client_gets_the_same_answers(trained_run):
         assert load["of_decode"] > 0
 
 
+@pytest.mark.thorough
 def test_requests_arrive_at_random_and_goodput_is_the_share_in_time(trained_run):
     flags = ["--rate=50", "--requests=12", "--rows=4", "--setup=refusion slot_size=4"]
     out, _ = run("bench", "serve", f"--checkpoint={trained_run}", *flags, "--slo_first_ms=1e6", "--slo_between_ms=1e6")

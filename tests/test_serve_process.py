@@ -14,6 +14,7 @@ import sys
 import threading
 
 import httpx
+import pytest
 import uvicorn
 from conftest import ROOT, environment, run, start
 from helpers import wait_until
@@ -59,6 +60,7 @@ def test_keys_origins_and_a_log(trained_run, monkeypatch):
     assert (first["method"], first["status"]) == ("GET", 200)
 
 
+@pytest.mark.thorough
 def test_a_server_of_several_is_ready_when_it_says_so_and_answers_what_it_has_begun_when_it_is_to_end(trained_run):
     """Started by the README's commands, and ended as supervisors do it."""
     readme = (ROOT / "refusion_jax/serving/README.md").read_text()

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import BOS, PROMPTS, equipped, settings, sharp_model, tiny_model
+from conftest import BOS, PROMPTS, all_but, equipped, settings, sharp_model, tiny_model
 from flax import nnx
 
 from refusion_jax import Request, decode
@@ -21,7 +21,6 @@ from refusion_jax.systems import registry
 from refusion_jax.systems.api import decoder_for, stream
 
 HEADER = [BOS, *(5 + i * i % 23 for i in range(79))]
-QUICK = ("ar",)  # the others compile for minutes together
 
 
 def given_of(model, prompts, capacity=128) -> Given:
@@ -117,6 +116,7 @@ def test_the_store_holds_what_it_says_and_forgets_what_was_not_used_for_longest(
     assert found > 500
 
 
+@pytest.mark.thorough
 def test_prompts_with_different_headers_each_find_theirs(monkeypatch):
     """Three headers take turns: the first prompt of each is prefilled whole, of the others only what follows it."""
     model = sharp_model()
@@ -156,9 +156,8 @@ def test_newcomers_are_prefilled_with_those_that_know_as_much_and_alike_ones_aft
     assert batch.known[rows].tolist() == [64, 0, 64, 64, 64, 64]
 
 
-@pytest.mark.parametrize(
-    "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in registry.decoders()]
-)
+# The others compile for minutes together.
+@pytest.mark.parametrize("name", all_but(["ar"], registry.decoders(), pytest.mark.slow))
 def test_answers_are_those_of_each_prompt_alone(name):
     model = equipped(sharp_model(), name)
     prompts, own = [[*HEADER, *prompt] for prompt in PROMPTS], settings(name, batch_size=2)

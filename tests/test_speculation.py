@@ -33,6 +33,7 @@ from refusion_jax.systems import pard, prompt_lookup
 from refusion_jax.training.program import train_program
 
 
+@pytest.mark.thorough
 def test_a_forward_feeds_as_much_as_pays_and_writes_what_one_token_after_the_other_is():
     """Of other numbers, and other decoders, tests/test_systems.py says so."""
     saved = 0
@@ -48,11 +49,11 @@ def test_a_forward_feeds_as_much_as_pays_and_writes_what_one_token_after_the_oth
     ("method", "changes", "prompt"),
     [
         ("prompt_lookup", {"draft_length": 3}, [BOS, 9, 22, 9]),
-        ("pard", {"draft_length": 3}, [BOS, 9, 13]),
+        pytest.param("pard", {"draft_length": 3}, [BOS, 9, 13], marks=pytest.mark.thorough),
         pytest.param("dflash", {"draft_length": 3}, [BOS, 9, 13], marks=pytest.mark.slow),
-        ("idlm", {"stride": 3}, [BOS, 9, 13]),
+        pytest.param("idlm", {"stride": 3}, [BOS, 9, 13], marks=pytest.mark.thorough),
         pytest.param("dense", {"fed_tokens": 8}, [BOS, 9, 13], marks=pytest.mark.slow),
-        ("dense", {"fed_tokens": 24}, [BOS, 9, 13]),
+        pytest.param("dense", {"fed_tokens": 24}, [BOS, 9, 13], marks=pytest.mark.thorough),
     ],
 )
 def test_drawn_texts_are_distributed_as_next_token_predictions(method, changes, prompt):
@@ -88,7 +89,7 @@ def test_drawn_texts_are_distributed_as_next_token_predictions(method, changes, 
     ("method", "changes", "forwards"),
     [
         ("idlm", {"stride": 4}, 1 + 4),  # one token, then four per forward
-        ("dense", {"fed_tokens": 24}, 2),
+        pytest.param("dense", {"fed_tokens": 24}, 2, marks=pytest.mark.thorough),
     ],
 )
 def test_a_model_that_ignores_its_place_accepts_every_draft(method, changes, forwards):
@@ -103,6 +104,7 @@ def test_a_model_that_ignores_its_place_accepts_every_draft(method, changes, for
     assert out.forwards == [forwards] * len(PROMPTS)
 
 
+@pytest.mark.thorough
 def test_a_drafter_that_is_the_model_itself_has_its_first_draft_accepted():
     for model in sharp_models()[:3]:
         s = settings("pard", draft_length=3)
@@ -113,6 +115,7 @@ def test_a_drafter_that_is_the_model_itself_has_its_first_draft_accepted():
         assert all(2 * forwards <= len(tokens) + 1 for forwards, tokens in zip(out.forwards, out.tokens, strict=True))
 
 
+@pytest.mark.thorough
 def test_a_drafter_learns_what_the_model_writes_and_the_model_stays_as_it_is(tmp_path):
     model, shape = sharp_models()[0], tiny_config()
     weights = nnx.to_pure_dict(nnx.state(model))
@@ -140,6 +143,7 @@ def test_a_drafter_learns_what_the_model_writes_and_the_model_stays_as_it_is(tmp
     assert sum(out.forwards) < 0.4 * sum(ar.forwards)
 
 
+@pytest.mark.thorough
 def test_drafts_are_what_followed_the_longest_match_and_of_equal_ones_the_latest():
     names, (example,) = "pabcx", re.findall(r"^    text +((?:\w )+)", prompt_lookup.__doc__, re.MULTILINE)
     (drafts,) = re.findall(r"^    drafts +((?:\w ?)+)$", prompt_lookup.__doc__, re.MULTILINE)

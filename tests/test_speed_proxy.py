@@ -17,6 +17,7 @@ def pair() -> SpeedProxy:
 
 
 @pytest.mark.parametrize("method", ["refusion", "llada"])
+@pytest.mark.thorough
 def test_a_proxy_changes_no_answer(method):
     """Of a decoder with a cache of both, and of one without."""
     both, s = pair(), settings(method, new=8, infill="exact", head_rows=20)

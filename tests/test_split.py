@@ -138,6 +138,7 @@ def test_hidden_states_cross_within_their_bound(D):
         assert len(CODECS["adaptive"].encode(normal)) <= 0.15 * normal.nbytes
 
 
+@pytest.mark.thorough
 def test_an_answer_goes_on_where_the_connection_broke(served, model, key):
     """The connection is cut five times; then the server forgets all; then the other way round it ends in one line."""
     service, cutter = served
@@ -289,6 +290,7 @@ def test_only_holders_of_the_key_and_the_model_are_served(served, model, key, tm
 
 
 @pytest.mark.parametrize("kind", ["run", "Hugging Face"])
+@pytest.mark.thorough
 def test_a_part_is_what_the_whole_model_has_and_nothing_else_is_kept(model, tmp_path, kind):
     save(model, epath.Path(tmp_path), kind)
     config, read, sizes = read_model_config(epath.Path(tmp_path)), open_weights(tmp_path), []

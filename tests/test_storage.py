@@ -25,6 +25,7 @@ from refusion_jax.training import events
 COMPUTED = ("step", "loss", "grad_norm", "tokens")
 
 
+@pytest.mark.thorough
 def test_a_run_lives_in_an_object_store_and_resumes_from_what_is_whole_there(store, trained_run, tmp_path, monkeypatch):
     monkeypatch.delenv("JAX_COMPILATION_CACHE_DIR")  # as users have it
     flags = [*TINY_RUN, "--workdir=gs://bucket/run", "--config.checkpoint.every=20"]
@@ -59,6 +60,7 @@ def test_a_run_lives_in_an_object_store_and_resumes_from_what_is_whole_there(sto
     assert json.loads(out)["tokens"]
 
 
+@pytest.mark.thorough
 def test_models_are_converted_from_and_to_the_store(store, tmp_path):
     tiny_qwen3(tmp_path / "Qwen3")
     orbax, huggingface = (["convert", f"--format={name}"] for name in ("orbax", "huggingface"))
@@ -232,6 +234,7 @@ def test_lines_that_find_no_room_are_written_later_each_once(tmp_path, full_disk
     assert caplog.text.count("cannot be written now") == 1
 
 
+@pytest.mark.thorough
 def test_the_page_for_8b_runs_as_it_is_written(store, tmp_path):
     """From the download, which is a tiny one, to the server; `plan` has tests of its own."""
     page = (ROOT / "launch" / "README.md").read_text()

@@ -141,6 +141,7 @@ def schema_of(draw, depth=0):
 
 @pytest.mark.parametrize("world", [pytest.param("pieces", marks=pytest.mark.slow), "byte_pairs"], indirect=True)
 @pytest.mark.parametrize("count", [100, pytest.param(500, marks=pytest.mark.slow)])
+@pytest.mark.thorough
 def test_all_answers_of_random_weights_are_valid(world, count):
     """At temperature 1; what they want has nothing to do with the schemas."""
     model, tokenizer, grammars = world
@@ -157,6 +158,7 @@ def test_all_answers_of_random_weights_are_valid(world, count):
 
 
 @pytest.mark.parametrize("world", ["pieces"], indirect=True)
+@pytest.mark.thorough
 def test_answers_with_and_without_grammars_do_not_change_each_other(world):
     """In one engine at once: each is what the library makes of it alone."""
     model, _, grammars = world
@@ -269,6 +271,7 @@ class Answer(pydantic.BaseModel):
     size: Literal["S", "XL"]
 
 
+@pytest.mark.thorough
 def test_the_client_of_openai_gets_what_its_schema_says(client):
     how = {"model": "tiny", "messages": [{"role": "user", "content": "Sort 3 1."}], "temperature": 1.0, "seed": 5}
     parsed = client.chat.completions.parse(**how, n=4, response_format=Answer)
@@ -298,6 +301,7 @@ def test_the_client_of_openai_gets_what_its_schema_says(client):
     ],
     ids=str,
 )
+@pytest.mark.thorough
 def test_fields_of_vllm_mean_what_they_mean_there(client, fields, pattern):
     def ask(seed):
         how = {"prompt": "Sort 3 1.", "max_tokens": 24, "temperature": 1.0, "seed": seed, "extra_body": fields}

@@ -15,6 +15,7 @@ from conftest import (
     EOS,
     MASK,
     PROMPTS,
+    all_but,
     config_with,
     equipped,
     settings,
@@ -42,6 +43,7 @@ DECODERS = list(registry.decoders())
 # Documents are followed by repeats of their last token.
 PADDED = ["block_diffusion", *(name for name in TRAINABLE if "padding" in registry.systems()[name].section.keys)]
 RECORDED = ["refusion", "prompt_lookup", "d2f"]  # that tell of drafts and plans, or of one of them
+QUICK = ["ar", "dense", "llada", "refusion"]  # one of each kind; others are thorough where they compile for long
 T = 24
 
 TEMPLATES = [Request([BOS, 5], ([7, 8], 5, [9], 6)), Request([], ([BOS], 6, [14, 9]))]
@@ -150,7 +152,7 @@ def _influence(graph, params, embedded, positions, visibility):
     return jax.jacrev(logits_of)(embedded)
 
 
-@pytest.mark.parametrize("name", TRAINABLE)
+@pytest.mark.parametrize("name", all_but(QUICK, TRAINABLE))
 def test_the_model_sees_just_what_the_mask_shows(name):
     """By gradient, in two layers: a token influences a logit where the closure of the mask has it, and nowhere else."""
     _, batch = batch_of(name, 1)
@@ -264,12 +266,8 @@ def one_step(name: str, accumulation: int, devices: int, **mesh_shape: int):
 
 
 # One compiles its two programs in the time there is; tests/test_train_step.py has two others.
-QUICKLY_SPLIT = ("r2ft",)
-
-
-@pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=[] if n in QUICKLY_SPLIT else [pytest.mark.slow]) for n in TRAINABLE]
-)
+@pytest.mark.parametrize("name", all_but(["r2ft"], TRAINABLE, pytest.mark.slow))
+@pytest.mark.thorough
 def test_neither_devices_nor_accumulation_change_a_step(name):
     metrics, gradient = one_step(name, accumulation=1, devices=1)
     split_metrics, split_gradient = one_step(name, accumulation=2, devices=8, data=2, fsdp=2, tensor=2)
@@ -302,8 +300,10 @@ def ways_of(name: str) -> list:
     trained = {key: own.default for key, own in system.section.keys.items()}
     points = registry.find_decoder(name).settings.operating_points(16, trained)
     cases = [{}, *VARIANTS.get(name, points[1:])]
-    quick = 1 if name in SAME_PROGRAM else 2
-    return [pytest.param(name, case, marks=[pytest.mark.slow] if i >= quick else []) for i, case in enumerate(cases)]
+    marks = [pytest.mark.thorough] * (1 if name in SAME_PROGRAM else 2) + [pytest.mark.slow] * len(cases)
+    if name in QUICK:
+        marks[0] = ()
+    return [pytest.param(name, case, marks=mark) for case, mark in zip(cases, marks, strict=False)]
 
 
 def check_commits(request: Request, answer: Answer) -> None:
@@ -350,7 +350,7 @@ def test_a_decoder_is_its_plain_reference_and_commits_every_position_once(name, 
     assert saved or name not in LOSSLESS
 
 
-@pytest.mark.parametrize("name", DECODERS)
+@pytest.mark.parametrize("name", all_but(QUICK, DECODERS))
 def test_neither_its_row_nor_the_others_nor_the_capacity_change_an_answer(name):
     """Requests in one order and the opposite, in batches and caches of two sizes, by forwards of two widths and one."""
     model = equipped(sharp_model(), name)
@@ -383,7 +383,9 @@ def check_forwards(answer: Answer, forwards: dict) -> None:
         assert all(0 <= p <= 1.001 for _, p in forward.plan.values())
 
 
-@pytest.mark.parametrize("name", [n if n in RECORDED else pytest.param(n, marks=pytest.mark.slow) for n in DECODERS])
+@pytest.mark.parametrize(
+    "name", all_but(["refusion"], RECORDED) + all_but((), [n for n in DECODERS if n not in RECORDED], pytest.mark.slow)
+)
 def test_an_answer_is_the_same_when_watched_and_every_forward_is_seen_and_recorded(name):
     model, seen = equipped(sharp_model(), name), {}
     requests = requests_for(name, model, batch_size=2, cache_length=96)

@@ -25,6 +25,7 @@ SPLIT = ["--config.mesh.data=1", "--config.mesh.fsdp=2", "--config.mesh.sequence
 @pytest.mark.parametrize(
     ("devices", "mesh"), [(1, []), pytest.param(4, SPLIT, marks=pytest.mark.slow)], ids=["one device", "four devices"]
 )
+@pytest.mark.thorough
 def test_tasks_are_scored_while_training_which_does_not_notice(trained_run, tasks, tmp_path, devices, mesh):
     """From step 50 on, as after a restart."""
     directory, workdir = tasks(GENERATE), tmp_path / "run"

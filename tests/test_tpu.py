@@ -36,8 +36,7 @@ def shipped() -> list:
     found = []
     for name in CONFIGS:
         for variant, topologies in load_config(name).__globals__.get("TOPOLOGIES", {}).items():
-            small = name == "quickstart" or variant == "0.6b"
-            marks = [] if small else [pytest.mark.slow]
+            marks = [] if name == "quickstart" else [pytest.mark.thorough if variant == "0.6b" else pytest.mark.slow]
             found += [pytest.param(name, variant, topology, marks=marks) for topology in topologies]
     return found
 
@@ -116,6 +115,7 @@ LARGE = pytest.param(functools.partial(plan_8b, "v5p:2x4x4", 2), marks=pytest.ma
 
 
 @pytest.mark.parametrize("plan", [functools.partial(plan_of, "quickstart", "", "v5e:2x2"), LARGE])
+@pytest.mark.thorough
 def test_the_verdict_on_memory_is_that_of_a_full_compile_which_is_quick(plan):
     full, verdict = plan(memory_only=False), plan()
     assert 0 < full["compile_cpu_seconds"] <= 100
@@ -190,6 +190,7 @@ def small_plan(**keys) -> dict:
     return plan_train(config, "v5e:2x4", 1, memory_only=True)
 
 
+@pytest.mark.thorough
 def test_counted_flops_are_those_of_the_model():
     """Forward and backward are 3 x; the head's logits are made twice, and kernels multiply 2 + 5 times whole tiles,
     here the whole row, where 3 x 2 times its causal half counts."""
@@ -203,12 +204,14 @@ POLICIES = ("none", "products", "outputs", "attention", "full")
 
 
 @pytest.mark.parametrize("policies", [("none", "full"), pytest.param(POLICIES, marks=pytest.mark.slow)])
+@pytest.mark.thorough
 def test_a_remat_policy_trades_more_flops_for_memory_than_the_one_before(policies):
     for a, b in itertools.pairwise(small_plan(remat=policy) for policy in policies):
         assert a["flops_per_chip"] < b["flops_per_chip"]
         assert a["peak_hbm_gib"] > b["peak_hbm_gib"]
 
 
+@pytest.mark.thorough
 def test_products_in_int8_halve_their_arithmetic_but_that_of_weight_gradients_and_the_bytes_of_gathered_weights():
     """Two of three products with weights of layers; attention and the output head stay as they are."""
     wide, narrow = (small_plan(remat="none", quantization=quantization) for quantization in ("none", "int8"))
@@ -220,6 +223,7 @@ def test_products_in_int8_halve_their_arithmetic_but_that_of_weight_gradients_an
     assert less == pytest.approx(2 * gathered, rel=0.1)
 
 
+@pytest.mark.thorough
 def test_a_tensor_and_a_sequence_axis_compile_with_the_kernel():
     assert small_plan(mesh_tensor=2, mesh_sequence=2, mesh_fsdp=2)["fits"]
 
@@ -259,6 +263,7 @@ def patient_config(directory) -> Path:
     return path
 
 
+@pytest.mark.thorough
 def test_a_run_that_does_not_fit_is_told_what_does(tmp_path):
     flags = [f"--config={patient_config(tmp_path)}:0.6b", "--topology=v5e:2x2", "--config.model.num_hidden_layers=4"]
     flags += ["--config.remat=none", "--config.batch_size=64", "--memory_only", "--json"]

@@ -32,6 +32,7 @@ from refusion_jax.planning.report import decoding_loop
 ROWS, CACHE, PLACES = 8, 1024 + 32, 8 * 2 * 32  # a block is written after the text; all rows plan the next, too
 
 
+@pytest.mark.thorough
 def test_a_decoder_that_does_not_fit_is_told_the_batch_that_does(tmp_path):
     """One that compiles in a fifth of the time; the default's is looked into below."""
     flags = [f"--config={patient_config(tmp_path)}:0.6b", "--topology=v5e:2x2", "--config.model.num_hidden_layers=4"]
@@ -66,6 +67,7 @@ def all_that_runs_in(module: hlo.Module, name: str, seen: set[str]) -> list[hlo.
     return found
 
 
+@pytest.mark.thorough
 def test_the_8b_decoder_copies_no_cache_and_gathers_no_weights_in_its_loop():
     module = decoder_of_8b()
     inside = all_that_runs_in(module, decoding_loop(module), set())
@@ -76,6 +78,7 @@ def test_the_8b_decoder_copies_no_cache_and_gathers_no_weights_in_its_loop():
     assert {collective_kind(i) for i in inside} == {None, "all-reduce"}
 
 
+@pytest.mark.thorough
 def test_a_forward_of_8b_moves_hardly_more_than_its_weights_and_the_live_cache():
     """Bytes are what the operations of the loop's compiled body read from and write to HBM; of the shapes of a forward
     the dearest counts, and of the lengths of the cache the whole. `bench headline` estimates speeds from them."""
@@ -127,6 +130,7 @@ def test_attention_over_a_part_of_the_cache_reads_no_more_than_this_part():
     assert half <= read[1] <= 1.4 * half
 
 
+@pytest.mark.thorough
 def test_a_forward_of_many_rows_moves_the_weights_and_the_cache_once():
     """128 rows of a part of 8B: float32 scores and copies of the cache were ten times these bytes."""
     prepare_environment()

@@ -81,6 +81,7 @@ def resume_before_the_end(workdir: Path) -> list[dict]:
     return first + read_metrics(workdir)[3:]
 
 
+@pytest.mark.thorough
 def test_a_resumed_run_goes_on_in_the_same_run_of_the_tracker(calls, tmp_path):
     records = resume_before_the_end(tmp_path / "run")
     assert [record["step"] for record in records] == [1, 2, 3, 4, 5, 6, 4, 5, 6, 7]
@@ -98,6 +99,7 @@ def test_a_resumed_run_goes_on_in_the_same_run_of_the_tracker(calls, tmp_path):
     assert len(list((tmp_path / "run" / "tensorboard").glob("events*"))) == 2
 
 
+@pytest.mark.thorough
 def test_a_tracker_that_fails_or_hangs_costs_one_warning_and_no_step(calls, tmp_path, monkeypatch):
     monkeypatch.setenv("STUB", "wandb.log=fails trackio.finish=hangs")
     warned = re.findall(r"--config\.tracker: (.*); training goes on", train(tmp_path / "run", ALL))

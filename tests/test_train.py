@@ -88,6 +88,7 @@ def test_what_may_change_on_resume_changes_and_is_logged(trained_run, tmp_path):
     assert [what.split(":")[0] for what in found] == ["data.path", "learning_rate"]
 
 
+@pytest.mark.thorough
 def test_the_baseline_trains_and_decodes_and_a_window_of_steps_is_profiled(tmp_path):
     run("train", *TINY_RUN, f"--workdir={tmp_path}", "--config.objective=ar", "--config.profile_steps=(3,4)")
     (trace,) = (tmp_path / "tensorboard" / "plugins" / "profile").glob("*/*.xplane.pb")

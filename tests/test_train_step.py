@@ -86,6 +86,7 @@ SPLIT = [{"replica": 2, "data": 2, "fsdp": 2}, {"accumulation": 4, "fsdp": 2, "t
 
 
 @pytest.mark.parametrize("how", SPLIT, ids=lambda how: "x".join(f"{k}{v}" for k, v in how.items()))
+@pytest.mark.thorough
 def test_neither_eight_devices_nor_accumulation_change_training(how):
     assert_same_training(train(), train(devices=8, **how))
 
@@ -117,6 +118,7 @@ def test_a_step_draws_its_noise_from_the_seed_and_its_number():
     assert losses(0) == losses(0)
 
 
+@pytest.mark.thorough
 def test_the_learning_rate_that_is_logged_is_the_one_that_was_applied():
     """After a step that does not count, the optimizer's schedule is where it was."""
     graphdef, params = nnx.split(Transformer(tiny_config(), nnx.Rngs(0)))

@@ -49,6 +49,7 @@ def rows_of(text: str) -> list[dict]:
     return json.loads(DATA.search(text)[1])
 
 
+@pytest.mark.thorough
 def test_a_page_plays_what_generate_answers(trained_run, tmp_path):
     lines = [{"prompt": "Sort 7 3 9."}, {"prompt": HOSTILE, "id": "bad"}, {"template": ["Add", 5, "; ", 6], "id": 2}]
     prompts, watched = write_lines(tmp_path / "in.jsonl", lines), tmp_path / "new" / "page.html"

@@ -73,6 +73,8 @@ def main(own: flags.FlagValues) -> None:
     """Prints one JSON object per setting, then a table."""
     if own.key is None or not own.setup:
         raise UserError("--key=FILE and --setup='DECODER MODEL [SETTING=VALUE ...]' are needed; --help explains")
+    if bare := [setup for setup in own.setup if len(setup.split()) < 2]:
+        raise UserError(f"--setup={bare[0]}: must be a decoder, then a run's directory or random")
     rtts, bandwidths = ([float(x) for x in values] for values in (own.rtts, own.bandwidths))
     if unknown := set(own.codecs) - set(CODECS):
         raise UserError(f"--codecs={min(unknown)}: unknown; known: {', '.join(CODECS)}")
