@@ -141,13 +141,13 @@ class Checkpoints(contextlib.AbstractContextManager):
         self._failed += 1
         self._under_way = None
         why = f"checkpoint {step} could not be written: {first_line(error)}"
-        if jax.process_index() == 0:
-            with contextlib.suppress(OSError):
-                remove_unfinished(self._directory)
         if self._failed >= self._failures:
             stopped = f"{self._failed} saves in a row have failed, and the run stops: {self._what_to_do}"
             raise Failure(f"{why}; {stopped}") from error
         logging.warning("%s; the run goes on to the next save (%d of %d)", why, self._failed, self._failures)
+        if jax.process_index() == 0:
+            with contextlib.suppress(OSError):
+                remove_unfinished(self._directory)
 
     @property
     def _what_to_do(self) -> str:
