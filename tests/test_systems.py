@@ -43,7 +43,10 @@ DECODERS = list(registry.decoders())
 # Documents are followed by repeats of their last token.
 PADDED = ["block_diffusion", *(name for name in TRAINABLE if "padding" in registry.systems()[name].section.keys)]
 RECORDED = ["refusion", "prompt_lookup", "d2f"]  # that tell of drafts and plans, or of one of them
-QUICK = ["ar", "dense", "llada", "refusion"]  # one of each kind; others are thorough where they compile for long
+# Thorough where they compile for long: others of their kinds run, and so does a new system.
+LONG = "apd block_diffusion card conv d2f dense_plan dflash dream fast_dllm idlm llada2 llada2_edit pard".split()
+LONG += "prompt_lookup r2ft sdar sequential wedlm".split()
+QUICK = {*TRAINABLE, *DECODERS}.difference(LONG)
 T = 24
 
 TEMPLATES = [Request([BOS, 5], ([7, 8], 5, [9], 6)), Request([], ([BOS], 6, [14, 9]))]
@@ -301,8 +304,8 @@ def ways_of(name: str) -> list:
     points = registry.find_decoder(name).settings.operating_points(16, trained)
     cases = [{}, *VARIANTS.get(name, points[1:])]
     marks = [pytest.mark.thorough] * (1 if name in SAME_PROGRAM else 2) + [pytest.mark.slow] * len(cases)
-    if name in QUICK:
-        marks[0] = ()
+    quick = 0 if name in LONG else 1 if name in VARIANTS else 2
+    marks[:quick] = [()] * quick
     return [pytest.param(name, case, marks=mark) for case, mark in zip(cases, marks, strict=False)]
 
 
