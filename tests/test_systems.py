@@ -294,7 +294,7 @@ def requests_for(name: str, model, **changes) -> list[Request]:
     return prepare([*prompts, *TEMPLATES], s, model.config)
 
 
-def ways_of(name: str) -> list:
+def variants_of(name: str) -> list:
     """A decoder as it is, and its variants; those after the first, or all, compile for minutes together.
 
     A decoder without variants here is tried at the settings that it is measured at: a new system needs no edit.
@@ -324,7 +324,7 @@ def check_commits(request: Request, answer: Answer) -> None:
 
 
 @pytest.mark.usefixtures("two_shapes")
-@pytest.mark.parametrize(("name", "changes"), [case for name in DECODERS for case in ways_of(name)])
+@pytest.mark.parametrize(("name", "changes"), [case for name in DECODERS for case in variants_of(name)])
 def test_a_decoder_is_its_plain_reference_and_commits_every_position_once(name, changes):
     system = next(s for s in registry.systems().values() if name in s.decoders)
     compared = saved = 0

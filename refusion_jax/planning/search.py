@@ -125,7 +125,7 @@ def _meshes(config: ml_collections.ConfigDict, chips: int) -> Iterator[dict]:
     seen = []
     parts = (*(("mesh.data", n) for n in (2, 4, 8, 16)), *(("mesh.tensor", n) for n in (2, 4)))
     for mesh in (shape, whole, *(whole | {axis: n} for axis, n in parts)):
-        parts = math.prod(size for size in mesh.values() if size > 0)
-        if mesh not in seen and (chips % parts == 0 if -1 in mesh.values() else chips == parts):
+        set_sizes = math.prod(size for size in mesh.values() if size > 0)
+        if mesh not in seen and (chips % set_sizes == 0 if -1 in mesh.values() else chips == set_sizes):
             seen.append(mesh)
             yield mesh
