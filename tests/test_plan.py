@@ -16,6 +16,7 @@ from refusion_jax.config import default_config
 from refusion_jax.distributed.chips import find_chip
 from refusion_jax.distributed.topology import NAMES, topology_of
 from refusion_jax.distributed.xla_options import LIBTPU, version_mismatch
+from refusion_jax.planning.compiler import prepare_environment
 from refusion_jax.planning.fastest import faster_settings
 from refusion_jax.planning.report import to_table
 from refusion_jax.planning.search import search
@@ -127,6 +128,7 @@ def test_a_setting_that_only_the_compiled_program_refuses_is_named_as_its_flag()
     assert err.startswith("error: --decode.batch_size=6: does not divide into 4 parts")
 
 
+@needs_topologies
 @pytest.mark.parametrize(
     ("rows_per_chip", "own", "tried"),
     [(1, 1, [1]), (3, 1, [3, 1]), (3, 3, [3, 1]), (6, 2, [6, 3, 2, 1]), (8, 1, [8, 4, 2, 1])],
@@ -136,6 +138,7 @@ def test_a_search_tries_the_whole_batch_at_once_and_what_the_config_does(rows_pe
         return {"accumulation": config.accumulation, "fits": True, "step_seconds": 1.0}
 
     monkeypatch.setattr("refusion_jax.planning.search.plan_train", plan)
+    prepare_environment()
     config, told = default_config(), []
     config.update({"batch_size": 4 * rows_per_chip, "accumulation": own})
     search(config, "v5e:2x2", 1, told.append)
