@@ -4,6 +4,7 @@ import json
 
 import jax.numpy as jnp
 import pytest
+import tokenizers
 from etils import epath
 from helpers import write_tokenizer
 
@@ -118,6 +119,25 @@ def test_vocabulary_and_merges_of_qwen2_are_read_where_there_is_no_tokenizer_jso
         (tmp_path / name).write_bytes(content)
     again = load_tokenizer_file(find_tokenizer_file(epath.Path(tmp_path)), tokenizer.mask_id)
     assert (again.files, again.encode(texts)) == (tokenizer.files, tokenizer.encode(texts))
+
+
+def test_tokens_are_spelled_as_they_stand_in_a_text_whose_first_space_is_the_tokenizers_own(tmp_path):
+    """Llama 2's and Mistral's kind."""
+    names = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), *"\u2581ab", "\u2581a"]
+    vocab = {name: number for number, name in enumerate(names)}
+    model = tokenizers.models.BPE(vocab, [("\u2581", "a")], byte_fallback=True, unk_token="<unk>")
+    llama = tokenizers.Tokenizer(model)
+    spaces = [tokenizers.normalizers.Prepend("\u2581"), tokenizers.normalizers.Replace(" ", "\u2581")]
+    llama.normalizer = tokenizers.normalizers.Sequence(spaces)
+    d = tokenizers.decoders
+    llama.decoder = d.Sequence([d.Replace("\u2581", " "), d.ByteFallback(), d.Fuse(), d.Strip(" ", 1, 0)])
+    llama.add_special_tokens(["<s>", "</s>"])
+    llama.save(f"{tmp_path}/tokenizer.json")
+    (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "</s>"}')
+    tokenizer = load_tokenizer_file(tmp_path / "tokenizer.json", "<mask>")
+    (ids,) = tokenizer.encode(["a b  a\u00e9"])
+    assert tokenizer.decode(ids) == "a b  a\u00e9"
+    assert b"".join(map(tokenizer.spelling, [1, *ids, 2])) == " a b  a\u00e9".encode()
 
 
 @pytest.mark.parametrize(

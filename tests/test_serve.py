@@ -214,12 +214,14 @@ def test_settings_of_decoding_are_for_one_request(client, library):
 
 def test_log_probabilities_are_the_likelihood_of_the_answer_and_of_the_echoed_prompt(client, library):
     model, tokenizer = library
-    (ids,) = tokenizer.encode_prompts([TEXTS[0]])
+    (ids,) = tokenizer.encode_prompts([f"\U0001f680{TEXTS[0]}"])
     answer = client.completions.create(model="tiny", prompt=ids, max_tokens=9, logprobs=1, echo=True)
     (choice,) = answer.choices
     assert choice.text.startswith(tokenizer.decode(ids))
+    begins = zip(choice.logprobs.tokens, choice.logprobs.text_offset, strict=True)
+    assert all(choice.text.startswith(token, at) for token, at in begins if "\ufffd" not in token)
     found, count = choice.logprobs.token_logprobs, answer.usage.completion_tokens
-    ((_, tokens, _),) = decoded(library, TEXTS[:1])
+    ((_, tokens, _),) = decoded(library, [f"\U0001f680{TEXTS[0]}"])
     assert found[0] is None
     assert len(found) == len(choice.logprobs.top_logprobs) == len(ids) + count
     (of_prompt, of_answer) = log_likelihood(model, [ids[:1], ids], [ids[1:], tokens[:count]], slot_size=4)

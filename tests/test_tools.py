@@ -7,6 +7,7 @@ import re
 import httpx
 import jsonschema
 import pytest
+import tokenizers
 from conftest import serving
 from helpers import tiny_qwen3, write_tokenizer
 
@@ -44,10 +45,16 @@ BY_NAME = {"type": "function", "function": {"name": "shirt"}}
 
 @pytest.fixture(scope="module")
 def directory(tmp_path_factory):
+    """What Qwen3's is like: the marks of a call are tokens, and text."""
     directory = tmp_path_factory.mktemp("qwen")
-    tokenizer = FastTokenizer(write_tokenizer(directory), MASK_PIECE)
+    tiny_qwen3(directory)
+    marked = tokenizers.Tokenizer.from_file(f"{directory}/tokenizer.json")
+    marked.add_tokens(["<tool_call>", "</tool_call>"])
+    marked.save(f"{directory}/tokenizer.json")
+    tokenizer = FastTokenizer(directory / "tokenizer.json", MASK_PIECE)
     ids = {f"{name}_token_id": getattr(tokenizer, f"{name}_id") for name in ("pad", "bos", "eos", "mask")}
-    tiny_qwen3(directory, max_position_embeddings=1024, **ids)
+    sizes = json.loads((directory / "config.json").read_text()) | ids | {"max_position_embeddings": 1024}
+    (directory / "config.json").write_text(json.dumps(sizes))
     (directory / "chat_template.jinja").write_text(TEMPLATE)
     return directory
 
@@ -97,6 +104,12 @@ def test_a_model_that_has_to_call_does_and_what_it_calls_is_valid(client):
     assert (one.finish_reason, len(one.message.tool_calls)) == ("tool_calls", 1)
 
 
+@pytest.mark.parametrize("text", ["<tool_call>, 5 < 6", "<|im_end|> is text"])
+def test_marks_and_names_of_special_tokens_can_be_asked_for(client, text):
+    (one,) = ask(client, extra_body={"guided_choice": [text]}).choices
+    assert (one.message.content, one.finish_reason) == (text, "stop")
+
+
 def test_calls_among_text_are_told_apart_and_text_is_text(client):
     text = 'So:\n<tool_call>\n{"name": "shirt", "arguments": {"size": "XL"}}\n</tool_call>'
 
@@ -110,7 +123,7 @@ def test_calls_among_text_are_told_apart_and_text_is_text(client):
     for other in (text.replace("shirt", "shoe"), text.replace("}}", "}"), "So: <tool"):
         assert answer(other) == (other, None, "stop")
     size = {"type": "json_schema", "json_schema": {"name": "size", "schema": SHIRT}}
-    choices = ask(client, response_format=size, n=12).choices
+    choices = ask(client, response_format=size, n=24).choices
     said = [choice.message for choice in choices if choice.finish_reason != "length"]
     assert {bool(message.tool_calls) for message in said} == {True, False}
     for message in said:
@@ -227,7 +240,7 @@ def said_to_call(name, arguments):
         ({"messages": [{"role": "user"}]}, "messages.0: content: is missing"),
         ({"messages": [{"role": "user", "content": "", "tool_calls": [{"function": {}}]}]}, "messages.0.tool_calls.0."),
         ({"messages": [said_to_call("a", "[1]")]}, "messages.0.tool_calls.0.function.arguments: "),
-        ({"messages": [said_to_call("a", "[" * 9999)]}, "the body is not JSON: recursion limit"),
+        ({"messages": [said_to_call("a", "[" * 9999)]}, "messages.0.tool_calls.0.function.arguments: is not JSON: "),
     ],
 )
 def test_malformed_tools_are_refused_in_one_sentence(address, fields, message):

@@ -111,6 +111,7 @@ class FastTokenizer(Tokenizer):
         self.bos_id = bos_id if begins else -1
         self.pad_id = -1 if pad_id == self.eos_id else pad_id  # no decoder writes padding, and each has to write EOS
         self.mask_id = self._find_mask(mask_piece)
+        (self._letter,) = self.encode(["a"])
 
     def _find_mask(self, given: str | int) -> int:
         """The mask token; one of its own is added where there is none."""
@@ -204,7 +205,8 @@ class FastTokenizer(Tokenizer):
         return self._tokenizer.decode(ids, skip_special_tokens=True)
 
     def spelling(self, token: int) -> bytes:
-        name, text = self.name_of(token), self.decode([token])
+        # After a letter, as decoders of Llama 2's kind take the space off the beginning of a text.
+        name, text = self.name_of(token), self.decode([*self._letter, token])[len(self.decode(self._letter)) :]
         if "\ufffd" not in text or not _BYTES.keys() >= {*name}:  # whole characters
             return text.encode()
         return byte_of(name) if name.startswith("<0x") else bytes(_BYTES[letter] for letter in name)

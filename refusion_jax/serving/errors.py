@@ -84,9 +84,9 @@ def _explained(error: ValidationError) -> tuple[str, str | None]:
     """(what is wrong with the first field at fault, its name)."""
     first = error.errors(include_url=False, include_input=False)[0]
     name = ".".join(part for part in map(str, first["loc"]) if not _OF_A_TYPE.search(part))
-    if first["type"] == "json_invalid":
-        return f"the body is not JSON: {first['ctx']['error']}", None
     why = first["msg"].removeprefix("Value error, ")
+    if first["type"] == "json_invalid":
+        why = f"{'' if name else 'the body '}is not JSON: {first['ctx']['error']}"
     return f"{name}: {why}" if name else why, name or None
 
 

@@ -5,10 +5,11 @@ import threading
 from collections.abc import Sequence
 from typing import Any
 
+import tokenizers
+
 from refusion_jax.cli.errors import UserError, needs
 from refusion_jax.data.fast_tokenizer import FastTokenizer
 from refusion_jax.data.interface import Tokenizer
-from refusion_jax.data.tokenizer import SentencePieceTokenizer
 from refusion_jax.decoding.constrained import Matcher, reason
 from refusion_jax.serving.tools import calls_grammar
 
@@ -57,8 +58,7 @@ class Grammars:
                 source = llguidance.grammar_from("lark" if kind == "calls" else kind, text)
             with self._reading:
                 if self._tokens is None:
-                    is_fast = isinstance(own := self._tokenizer, FastTokenizer)
-                    read = own.files["tokenizer.json"].decode() if is_fast else _Pieces(own, self._eos_id)
+                    read = _Vocabulary(self._tokenizer, self._eos_id)
                     self._tokens = llguidance.LLTokenizer(read, eos_token=self._eos_id)
         except (ValueError, RecursionError) as error:
             raise UserError(f"{field}: {reason(error)}") from error
@@ -79,18 +79,27 @@ def _calls(tools: Sequence[tuple[str, Any]], are_several: bool, answer: Any) -> 
     return calls_grammar(tools, are_several, None if answer is None else answer | {"x-guidance": _JSON})
 
 
-class _Pieces:
-    """A sentencepiece tokenizer as llguidance's TokenizerWrapper."""
+class _Vocabulary:
+    """A tokenizer as llguidance's TokenizerWrapper.
+
+    Its own reader of a tokenizer.json has every added token of the form <NAME> for a special one, as Qwen's <tool_call>
+    and Gemma's <b>, and then finds that text which has to hold them cannot be written.
+    """
 
     is_tokenizer_wrapper = True
 
-    def __init__(self, tokenizer: SentencePieceTokenizer, eos_id: int):
-        self._tokenizer, self.eos_token_id, self.bos_token_id = tokenizer, eos_id, None
+    def __init__(self, tokenizer: Tokenizer, eos_id: int):
+        self._encode, self.eos_token_id, self.bos_token_id = tokenizer.encode, eos_id, None
+        if isinstance(tokenizer, FastTokenizer):  # a copy: the engine's thread asks, while others write prompts
+            copy = tokenizers.Tokenizer.from_str(tokenizer.files["tokenizer.json"].decode())
+            copy.encode_special_tokens = True
+            self._encode = lambda texts: [copy.encode(text, add_special_tokens=False).ids for text in texts]
         texts = [tokenizer.spelling(id) for id in range(tokenizer.size)]
-        self.tokens: Sequence[bytes] = [text or tokenizer.name_of(id).encode() for id, text in enumerate(texts)]
+        self.tokens: Sequence[bytes] = [text or b"<%d>" % id for id, text in enumerate(texts)]
         self.special_token_ids = [id for id, text in enumerate(texts) if not text]
 
     def __call__(self, text: str) -> list[int]:
         """As the library asks for the tokens of a text that is forced."""
-        (ids,) = self._tokenizer.encode([text])
-        return ids
+        # After a letter of its own, as tokenizers of Llama 2's kind begin a text with a space.
+        before, whole = self._encode(["\x02", f"\x02{text}"])
+        return whole[len(before) :]

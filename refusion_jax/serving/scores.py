@@ -1,5 +1,6 @@
 """The `logprobs` of answers: the exact likelihood of their tokens, with slots in text order, once they are written."""
 
+import codecs
 from collections.abc import Sequence
 from typing import Any
 
@@ -53,35 +54,46 @@ class Scorer:
         ]
 
     def _of_completion(self, body: Completion, tokens: list[int], scored: list[TokenScore | None]) -> dict[str, Any]:
-        texts = [self._tokenizer.decode([token]) for token in tokens]
-        offsets = [0]
-        for text in texts:
-            offsets.append(offsets[-1] + len(text))
+        spelled, whole, offsets = self._spelled(tokens), codecs.getincrementaldecoder("utf-8")("replace"), [0]
+        for one in spelled:
+            offsets.append(offsets[-1] + len(whole.decode(one)))
         top = [one and self._top(one, token) for one, token in zip(scored, tokens, strict=True)]
         return {
-            "tokens": texts,
+            "tokens": [_text(one) for one in spelled],
             "token_logprobs": [one and one.log_p for one in scored],
             "top_logprobs": top if body.logprobs else None,
             "text_offset": offsets[:-1],
         }
 
     def _of_chat(self, body: Chat, tokens: list[int], scored: list[TokenScore]) -> dict[str, Any]:
-        def told(token: int, log_p: float) -> dict[str, Any]:
-            text, spelling = self._tokenizer.decode([token]), self._tokenizer.spelling(token)
-            return {"token": text, "logprob": log_p, "bytes": [*spelling]}
+        def told(spelled: bytes, log_p: float) -> dict[str, Any]:
+            return {"token": _text(spelled), "logprob": log_p, "bytes": [*spelled]}
 
+        best = [told(self._tokenizer.spelling(one.best), one.best_log_p) for one in scored]
         content = [
-            told(token, one.log_p) | {"top_logprobs": [told(one.best, one.best_log_p)][: body.top_logprobs]}
-            for token, one in zip(tokens, scored, strict=True)
+            told(own, one.log_p) | {"top_logprobs": [other][: body.top_logprobs]}
+            for own, one, other in zip(self._spelled(tokens), scored, best, strict=True)
         ]
         return {"content": content, "refusal": None}
 
     def _top(self, score: TokenScore, token: int) -> dict[str, float]:
         """The most probable token and the one that stands there; two that are spelled alike are kept apart."""
-        text, best = (self._tokenizer.decode([id]) for id in (token, score.best))
+        text, best = (_text(self._tokenizer.spelling(id)) for id in (token, score.best))
         if text == best and token != score.best:
             best = f"token_id:{score.best}"
         return {best: score.best_log_p, text: score.log_p}
+
+    def _spelled(self, tokens: list[int]) -> list[bytes]:
+        """What each token adds to their text; some tokenizers take the space off its beginning."""
+        spelled = [self._tokenizer.spelling(token) for token in tokens]
+        first = next((place for place, one in enumerate(spelled) if one), 0)
+        if spelled and not self._tokenizer.decode([tokens[first]]).startswith(" "):
+            spelled[first] = spelled[first].removeprefix(b" ")
+        return spelled
+
+
+def _text(spelled: bytes) -> str:
+    return spelled.decode(errors="replace")
 
 
 class ScoredStream:
