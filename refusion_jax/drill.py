@@ -3,9 +3,10 @@
   python -m refusion_jax.drill --config=configs/quickstart.py --workdir=runs/drill --faults=12 --seed=0
   python -m refusion_jax.drill --config=configs/quickstart.py --workdir=runs/drill --faults=50 --kinds=kill_in_save
 
-DIR/straight is the fault-free run, DIR/faulty the one that suffers; where it is complete before all faults have struck,
-it begins again. Prints one JSON line per fault: what struck at which step, from where the run went on, and the seconds
-until it stood where it had been. Exit code 0 only if every outcome is equal to the bit; 1 where one is not.
+DIR/straight is the fault-free run, which the next drill in DIR compares with, too; DIR/faulty is the one that suffers,
+and begins again where it is complete before all faults have struck. Prints one JSON line per fault: what struck at
+which step, from where the run went on, and the seconds until it stood where it had been. Exit code 0 only if every
+outcome is equal to the bit; 1 where one is not.
 
 Choose a small model and a --config.checkpoint.every of a few steps: moments are drawn by step. Every step is
 logged, and a save that fails never ends a run, whatever the config says.
@@ -32,6 +33,8 @@ from refusion_jax.cli import command, flag_values
 from refusion_jax.cli.errors import UserError
 from refusion_jax.config import check, help_texts
 from refusion_jax.config.keys import keys
+from refusion_jax.config.model import adopt_shape
+from refusion_jax.config.run_config import check_same_run
 from refusion_jax.distributed.json_files import read_json
 from refusion_jax.training.events import read_events
 from refusion_jax.training.faults import FAULTS, RunUnderTest, UnexpectedError
@@ -44,7 +47,10 @@ _SEED = flags.DEFINE_integer("seed", 0, "Seed of the kinds of faults and their m
 _HOSTS = flags.DEFINE_integer("hosts", 1, "Processes of the run, on this machine", 1, 64)
 _KINDS = flags.DEFINE_list("kinds", [], f"Only these: {', '.join(FAULTS)}")
 
-_OWN = {LOCK, "straight", "straight.log", "faulty", "faulty.log"}  # files of a drill
+_HOSTS_FILE = "hosts"  # of the fault-free run: with another number of them sums are rounded differently
+_OWN = {LOCK, _HOSTS_FILE, "straight", "straight.log", "faulty", "faulty.log"}  # files of a drill
+# Config keys that make no difference to what is compared.
+_HARMLESS = ("checkpoint", "log_every", "tracker", "profile_steps", "compilation_cache")
 _CLOCKS = {"seconds", "tokens_per_second", "mfu"}  # metrics in which no two runs are equal
 
 
@@ -129,6 +135,8 @@ def main() -> None:
     check(_CONFIG.value)
     if unknown := set(_KINDS.value) - FAULTS.keys():
         raise UserError(f"--kinds={min(unknown)}: unknown; known: {', '.join(FAULTS)}")
+    if "kill_host" in _KINDS.value and _HOSTS.value == 1:
+        raise UserError("--kinds=kill_host: needs --hosts of 2 or more, or nobody is left to name the lost one")
     kinds = _KINDS.value or [kind for kind in FAULTS if kind != "kill_host" or _HOSTS.value > 1]
     workdir = Path(_WORKDIR.value).absolute()  # as Orbax wants paths
     flag_values.check_output("workdir", workdir, directory=True)
@@ -140,10 +148,22 @@ def main() -> None:
 
 
 def drill_in(workdir: Path, kinds: list[str], is_new: bool) -> None:
-    """Trains without faults where that is not done, then drills; a new directory whose flags are at fault goes."""
+    """Trains without faults where that is not done, then drills; a new directory whose flags are at fault goes.
+
+    A fault-free run with other flags is refused: steps that are added to it, for one, are not those of a longer run.
+    """
     given = _of_train(sys.argv[1:]) + ["--config.log_every=1", "--config.checkpoint.failures=1000"]
     straight = RunUnderTest(given, workdir / "straight", _HOSTS.value)
     faulty = RunUnderTest(given, workdir / "faulty", _HOSTS.value)
+    hosts = workdir / _HOSTS_FILE
+    if hosts.exists() and hosts.read_text() != str(_HOSTS.value):
+        raise UserError(
+            f"--hosts={_HOSTS.value}: {workdir} holds a drill of {hosts.read_text()}; name another directory"
+        )
+    if (straight.workdir / "config.json").exists():
+        adopt_shape(_CONFIG.value, straight.workdir)
+        check_same_run(straight.workdir, _CONFIG.value, resumable=_HARMLESS)
+    hosts.write_text(str(_HOSTS.value))
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that its runs end with it
     try:
         try:
@@ -152,6 +172,7 @@ def drill_in(workdir: Path, kinds: list[str], is_new: bool) -> None:
             if is_new:
                 shutil.rmtree(workdir)
             raise
+        adopt_shape(_CONFIG.value, straight.workdir)  # and the steps that its epochs came to
         drill(straight, faulty, kinds)
     finally:
         straight.kill()

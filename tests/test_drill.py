@@ -2,11 +2,12 @@
 
 import json
 import os
+import shutil
 
 import pytest
 from conftest import ROOT, TINY_RUN, run
 
-FLAGS = [*TINY_RUN, "--config.steps=120", "--config.checkpoint.every=20"]
+FLAGS = [*TINY_RUN, "--config.epochs=3.5", "--config.checkpoint.every=20"]  # steps are counted from the rows
 
 
 def drill(tmp_path, *flags: str) -> list[dict]:
@@ -36,3 +37,20 @@ def test_several_hosts_lose_one_another_their_disk_and_their_directory(tmp_path)
     lines = drill(tmp_path, "--faults=3", "--hosts=2", f"--kinds={kinds}")
     assert all(line["ok"] for line in lines if "fault" in line)
     assert all(line["equal"] for line in lines if "equal" in line)
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (["--config.steps=50"], "/straight holds a run with another config (differs in steps): "),
+        (["--config.accumulation=2"], "/straight holds a run with another config (differs in accumulation): "),
+        (["--hosts=2"], "--hosts=2: "),
+        (["--kinds=kill,kill_host"], "--kinds=kill_host: needs --hosts of 2 or more"),
+    ],
+)
+def test_a_drill_that_could_not_compare_is_refused(tmp_path, trained_run, flags, said):
+    (tmp_path / "straight").mkdir()
+    shutil.copy(trained_run / "config.json", tmp_path / "straight")
+    (tmp_path / "hosts").write_text("1")
+    _, err = run("drill", *TINY_RUN, *flags, f"--workdir={tmp_path}", code=2)
+    assert said in err

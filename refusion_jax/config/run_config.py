@@ -19,11 +19,16 @@ from refusion_jax.model.shape import ModelConfig
 from refusion_jax.systems.registry import find_system
 
 
-def check_same_run(workdir: epath.Path, config: ml_collections.ConfigDict, allowed: Sequence[str] = ()) -> list[str]:
+def check_same_run(
+    workdir: epath.Path,
+    config: ml_collections.ConfigDict,
+    allowed: Sequence[str] = (),
+    resumable: Sequence[str] = RESUMABLE,
+) -> list[str]:
     """Refuses a directory that holds another run, or what a run could not write to.
 
-    The values of `allowed` keys, or sections, may differ from those that the run was started with. Returns what has
-    changed of them: "KEY: OLD -> NEW" each.
+    The values of `resumable` and `allowed` keys, or sections, may differ from those that the run was started with.
+    Returns what has changed of the latter: "KEY: OLD -> NEW" each.
     """
     check_output("workdir", workdir, directory=True)
     if is_prepared(str(workdir)):
@@ -39,12 +44,13 @@ def check_same_run(workdir: epath.Path, config: ml_collections.ConfigDict, allow
                 f"--workdir={workdir} holds a run of another version, with {key}={there[key]}, which this one does "
                 f"not have: go on with that version"
             )
-    different = [key for key in sorted(here) if there[key] != here[key] and key.split(".")[0] not in RESUMABLE]
+    different = [key for key in sorted(here) if there[key] != here[key] and key.split(".")[0] not in resumable]
     changed = [key for key in different if key in allowed or key.split(".")[0] in allowed]
     if other := [key for key in different if key not in changed]:
+        more = ", or --allow_change" if resumable is RESUMABLE else ""
         raise UserError(
             f"--workdir={workdir} holds a run with another config (differs in {', '.join(other)}): "
-            f"give the flags it was started with, another --workdir, or --allow_change"
+            f"give the flags it was started with, or another --workdir{more}"
         )
     return [f"{key}: {there[key]} -> {here[key]}" for key in changed]
 
