@@ -90,6 +90,10 @@ _GRACE = 60  # seconds for the answers under way, when the server is asked to en
 def main() -> None:
     if _CHECKPOINT.value is None:
         raise UserError("--checkpoint=DIR is needed; --help explains")
+    # An empty one would be that of all requests without a key.
+    keys = [key for key in _KEYS.value or os.environ.get("REFUSION_API_KEY", "").split(",") if key]
+    if _KEYS.present and not keys:
+        raise UserError("--api_key: holds no key; without the flag, everybody may ask")
     with needs("serve"):
         import uvicorn
 
@@ -116,7 +120,6 @@ def main() -> None:
     engine = Engine(model, settings, rows, prefix_cache=kept)
     seed = given.get("seed") if _SEED.value is None else _SEED.value
     host, port, *_ = listening.getsockname()
-    keys = _KEYS.value or [key for key in os.environ.get("REFUSION_API_KEY", "").split(",") if key]
     access = Access(keys, _CORS.value, allowed_hosts(host, _HOSTS.value), _LOG.value)
     service = Service(_NAME.value or _CHECKPOINT.value, model, tokenizer, engine, seed)
     app = make_app(service, access, refusion_jax.__version__)

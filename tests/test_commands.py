@@ -214,6 +214,7 @@ BAD = {
     "a load of nobody": (["bench", "serve", "--checkpoint={run}", "--clients=0"], "--clients=0"),
     "nothing to serve": (["serve"], "--checkpoint=DIR is needed"),
     "no model to serve": (["serve", "--checkpoint=/nowhere"], "/nowhere"),
+    "no key": ([*SERVE, "--api_key="], "--api_key: holds no key"),
     "no port": ([*SERVE, "--port=70000"], "--port"),
     "no host": ([*SERVE, "--host=no.such.host.invalid"], "--host=no.such.host.invalid: no address"),
     "answers without room": (

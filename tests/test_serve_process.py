@@ -29,10 +29,12 @@ def test_a_port_belongs_to_who_asks_for_it_first_though_clients_are_served_later
     assert re.fullmatch(r"error: --host=127.0.0.1 --port=\d+: Address already in use\n", err)
 
 
-def test_keys_origins_and_a_log(trained_run, monkeypatch):
-    monkeypatch.setenv("REFUSION_API_KEY", "first,second")
+@pytest.mark.parametrize("own", [(), ("--api_key=first,second,",)])
+def test_keys_origins_and_a_log(trained_run, monkeypatch, own):
+    monkeypatch.setenv("REFUSION_API_KEY", "third" if own else "first,second")
     flags = ["--cors=https://page.example", "--allowed_host=proxy.example", "--access_log", "--decode.batch_size=1"]
-    server = start("serve", "--port=0", f"--checkpoint={trained_run}", "--decode.max_new_tokens=8", *flags)
+    flags += ["--decode.max_new_tokens=8", *own]
+    server = start("serve", "--port=0", f"--checkpoint={trained_run}", *flags)
     try:
         address = re.search(r"http://\S+(?=/v1)", server.stdout.readline())[0]
         assert httpx.get(f"{address}/health", headers={"Host": "proxy.example"}).status_code == 200
