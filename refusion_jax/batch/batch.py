@@ -54,5 +54,5 @@ def weigh(cross_entropy: Float32[Array, "B T"], batch: Batch) -> dict[str, Float
 
 
 def is_labelled(batch: Batch) -> Bool[Array, "B T"]:
-    """Which tokens have a label in any term."""
-    return functools.reduce(jnp.logical_or, (weight > 0 for weight in batch.weights.values()))
+    """Which tokens have a label in any term: those with a weight, which may be negative."""
+    return functools.reduce(jnp.logical_or, (weight != 0 for weight in batch.weights.values()))

@@ -135,7 +135,7 @@ def visible_text(tokenizer: Tokenizer, tokens: np.ndarray) -> str:
 def _label_table(tokenizer, batch: Batch, given: np.ndarray, kinds: np.ndarray) -> Table:
     table = Table("position", "given", "kind", "must predict", "weight")
     for index, kind in zip(given, kinds, strict=True):
-        weights = [f"{term} {weight[index]:.3g}" for term, weight in batch.weights.items() if weight[index] > 0]
+        weights = [f"{term} {weight[index]:.3g}" for term, weight in batch.weights.items() if weight[index] != 0]
         label = repr(visible_text(tokenizer, batch.labels[index : index + 1])) if weights else ""
         token = repr(visible_text(tokenizer, batch.inputs[index : index + 1]))
         cells = (str(batch.positions[index]), token, str(kind), label, ", ".join(weights))
@@ -146,7 +146,7 @@ def _label_table(tokenizer, batch: Batch, given: np.ndarray, kinds: np.ndarray) 
 def row_page(title: str, tokenizer: Tokenizer, rows: Rows, batch: Batch, place: int) -> str:
     """The page of the row at index `place` of [B, T], and of the batch made of them, as HTML."""
     rows, batch = jax.tree.map(lambda x: np.asarray(x)[place], (rows, batch))
-    seen, has_label = batch.visibility, np.any([weight > 0 for weight in batch.weights.values()], axis=0)
+    seen, has_label = batch.visibility, np.any([weight != 0 for weight in batch.weights.values()], axis=0)
     kinds, documents = np.where(seen.segment_ids > 0, "clean", "padding"), seen.segment_ids.copy()
     for number, document in enumerate(documents_of(rows, batch, tokenizer.mask_id), 1):
         kinds[document.given], documents[document.given] = document.kinds, number
