@@ -9,7 +9,7 @@ from conftest import MASK, PROMPTS, ROOT, config_with, settings, sharp_model
 
 from refusion_jax import UserError, decode
 from refusion_jax.cli.settings import setting
-from refusion_jax.config import make_objective
+from refusion_jax.config import default_config, make_objective
 from refusion_jax.decoding.settings import Settings
 from refusion_jax.systems import registry
 
@@ -34,6 +34,11 @@ def copy_of_llada(name: str) -> str:
     return source
 
 
+def undecorated(name: str) -> str:
+    """The copy with a class that is no dataclass of its own."""
+    return copy_of_llada("odd").replace(f"@dataclasses.dataclass(frozen=True)\nclass {name}", f"class {name}")
+
+
 @pytest.mark.parametrize(
     ("source", "why"),
     [
@@ -41,6 +46,10 @@ def copy_of_llada(name: str) -> str:
         (copy_of_llada("llada"), "UserError: system 'llada': 'llada' has this name or one of its decoders' already"),
         (copy_of_llada("odd").replace("def corrupt(", "def corupt("), "UserError: .*its objective has no corrupt"),
         (copy_of_llada("odd").replace('{"odd": reference}', "{}"), "UserError: .*its decoder 'odd' has no reference"),
+        (copy_of_llada("odd").replace('Section("odd"', 'Section(""'), "UserError: .*its config section has no name"),
+        (copy_of_llada("odd").replace("d(MaskedDiffusion)", "d(DiffusionSettings)"), "UserError: .*no field 'batch_s"),
+        (undecorated("MaskedDiffusion(Objective)"), "UserError: .*its objective has no decorator @dataclass"),
+        (undecorated("DiffusionSettings(masked"), "UserError: .*settings class of its decoder 'odd' has no decorator"),
     ],
 )
 def test_a_system_that_is_not_whole_is_named_and_breaks_no_other(folder, capsys, source, why):
@@ -80,6 +89,10 @@ def test_a_new_system_is_found_by_its_name_and_trains_and_decodes(monkeypatch):
         registry.register(
             dataclasses.replace(toy, name="other", section=named("other"), decoders=other, references={"other": print})
         )
+    taken = dataclasses.replace(toy, name="other", section=named("model"), decoders={}, references={})
+    registry.register(taken)
+    with pytest.raises(UserError, match="system 'other': 'model', .*, is the name of a shared key"):
+        default_config()
     monkeypatch.undo()
     with pytest.raises(UserError, match="method=toy: unknown; known: "):
         settings("toy")

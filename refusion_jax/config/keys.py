@@ -3,6 +3,7 @@
 A system's own keys are declared in its room and stand in a section of their own.
 """
 
+from refusion_jax.cli.errors import UserError
 from refusion_jax.cli.settings import Setting
 from refusion_jax.data import families
 from refusion_jax.model import remat
@@ -184,7 +185,10 @@ def keys() -> dict[str, Setting]:
     objective = Setting(default_system().name, f"the system that is trained: {' | '.join(trainable())}")
     sections = {"mesh": _MESH, "model": _MODEL, "lora": _LORA, "data": _DATA, "eval": _EVAL, "checkpoint": _CHECKPOINT}
     sections |= {"guard": _GUARD}
-    sections |= {s.section.name: s.section.keys for s in systems().values() if s.section.name}
+    for system in systems().values():
+        if (name := system.section.name) in {*sections, *_TRAINING, "objective"}:
+            raise UserError(f"system {system.name!r}: {name!r}, its config section, is the name of a shared key")
+        sections |= {name: system.section.keys} if name else {}
     nested = {f"{section}.{name}": key for section, own in sections.items() for name, key in own.items()}
     return {"objective": objective} | _TRAINING | nested
 

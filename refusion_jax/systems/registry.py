@@ -4,6 +4,7 @@ Other packages add systems by entry points in the group `refusion_jax.systems`, 
 may call before `default_config`.
 """
 
+import dataclasses
 import functools
 import importlib
 import importlib.metadata
@@ -82,18 +83,31 @@ def _check(system: System, others: Iterable[System]) -> None:
 
 def _missing(system: System) -> Iterator[tuple[str, str]]:
     """(part of a system, what the protocol asks of it and it does not have)."""
+    if system.section.keys and not system.section.name:
+        yield "its config section", "name"
     if system.objective:
         for member in sorted(system.objective.__abstractmethods__):
             yield "its objective", member
+        yield from _undecorated("its objective", system.objective)
+        for key in sorted({*system.section.keys} - {field.name for field in dataclasses.fields(system.objective)}):
+            yield "its objective", f"field {key!r}, a key of its config section"
     for name, decoder in system.decoders.items():
+        part = f"its decoder {name!r}"
         if not issubclass(decoder, Decoder):
-            yield f"its decoder {name!r}", "base class Decoder"
+            yield part, "base class Decoder"
         for member in sorted(decoder.__abstractmethods__):
-            yield f"its decoder {name!r}", member
+            yield part, member
         if not hasattr(decoder, "settings"):
-            yield f"its decoder {name!r}", "settings"
+            yield part, "settings"
+        yield from _undecorated(f"the settings class of {part}", decoder.settings)
         if name not in system.references:
-            yield f"its decoder {name!r}", "reference"
+            yield part, "reference"
+
+
+def _undecorated(part: str, owner: type) -> Iterator[tuple[str, str]]:
+    """A class that declares a setting without being made a dataclass, which would leave it without this setting."""
+    if any(isinstance(value, dataclasses.Field) for value in vars(owner).values()):
+        yield part, "decorator @dataclasses.dataclass(frozen=True)"
 
 
 def _kinds(system: System) -> dict[str, type]:
