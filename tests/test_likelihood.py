@@ -158,7 +158,7 @@ def test_of_masked_diffusion_it_is_a_bound_with_its_error():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"order": [0, 0]}, "must name each of its 2 slots"),
+        ({"order": [0, 0]}, r"order=\[0, 0\] must name each of its 2 slots"),
         ({"order": [1]}, "must name each of its 2 slots"),
         ({"order": "backwards"}, "must be left_to_right, random, or a list"),
         ({"slot_size": 0}, "slot_size=0: must be at least 1"),

@@ -206,15 +206,21 @@ def test_a_row_is_corrupted_by_its_own_key_whatever_the_other_rows_are(name):
 
 
 @pytest.mark.parametrize("name", TRAINABLE)
-def test_rows_of_padding_change_no_weight(name):
+def test_weights_are_normalized_over_the_batch(name):
+    """Rows of padding change no weight; the same rows and noise twice halve each, unless `combine` normalizes."""
     some = rows()
     padded = jax.tree.map(lambda x: jnp.concatenate([x, jnp.zeros_like(x)]), some)
+    doubled = jax.tree.map(lambda x: jnp.concatenate([x, x]), some)
     _, batch = batch_of(name, 4)
     _, longer = batch_of(name, 4, padded)
+    keys = jax.vmap(jax.random.fold_in, (None, 0))(jax.random.key(4), jnp.array([0, 1, 0, 1]))
+    twice = objective_of(name)[1](doubled, keys)
     for term, weight in batch.weights.items():
         assert np.isfinite(weight).all(), f"weights of {term} are not finite"
         np.testing.assert_allclose(longer.weights[term][:2], weight, rtol=1e-6)
         assert not longer.weights[term][2:].any()
+        if not batch.combine:
+            np.testing.assert_allclose(twice.weights[term], np.tile(weight / 2, (2, 1)), rtol=1e-6)
 
 
 @pytest.mark.parametrize("name", TRAINABLE)

@@ -35,8 +35,8 @@ def slot_scoring(text: ScoredText) -> ScoredTokens:
         order = np.arange(len(first)) if text.order == "left_to_right" else np.asarray(text.order, np.int64)
     if not np.array_equal(np.sort(order), np.arange(len(first))):
         raise UserError(
-            f"{text.name}: order={list(order)[:20]} must name each of its {len(first)} slots of slot_size={slot_size} "
-            f"once, counted from 0"
+            f"{text.name}: order={order[:20].tolist()} must name each of its {len(first)} slots of "
+            f"slot_size={slot_size} once, counted from 0"
         )
     place = np.argsort(order)  # [N] place of each slot in the order
     index = np.arange(R)
