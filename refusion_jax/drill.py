@@ -138,8 +138,8 @@ def main() -> None:
     if "kill_host" in _KINDS.value and _HOSTS.value == 1:
         raise UserError("--kinds=kill_host: needs --hosts of 2 or more, or nobody is left to name the lost one")
     kinds = _KINDS.value or [kind for kind in FAULTS if kind != "kill_host" or _HOSTS.value > 1]
+    flag_values.check_output("workdir", Path(_WORKDIR.value), directory=True)
     workdir = Path(_WORKDIR.value).absolute()  # as Orbax wants paths
-    flag_values.check_output("workdir", workdir, directory=True)
     is_new = not workdir.exists()
     if not is_new and (other := {path.name for path in workdir.iterdir()} - _OWN):
         raise UserError(f"--workdir={workdir} holds {min(other)}, which is of no drill; name another directory")

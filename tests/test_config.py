@@ -11,7 +11,7 @@ from helpers import CONFIGS, load_config
 from refusion_jax import DecodeSettings, UserError, config
 from refusion_jax.cli.settings import declared
 from refusion_jax.config.keys import keys
-from refusion_jax.config.model import model_config
+from refusion_jax.config.model import adopt_steps, model_config
 from refusion_jax.config.run_config import check_same_run
 from refusion_jax.decoding.requests import prepare
 from refusion_jax.distributed import sharding
@@ -113,6 +113,7 @@ def test_the_keys_that_must_hold_are_there():
         ({"slots.sizes": (4, 0)}, "slots.sizes=.*one or more whole sizes of 1 to"),
         ({"slots.eps": 1.0}, "slots.eps=1.0: must be below 1"),
         ({"profile_steps": (3, 2)}, "profile_steps=.*must be a first and a last step"),
+        ({"profile_steps": (1001, 1002)}, "profile_steps=.*must begin within steps=1000"),
         ({"model.rope_scaling": (float("inf"),)}, "rope_scaling=.*must be 1 or 4 numbers above 0"),
         ({"model.local_rope": (1e4, 6)}, r"model.local_rope=\(10000.0, 6\): family=qwen3 has none"),
         ({"model.query_pre_attn_scalar": 9}, "model.query_pre_attn_scalar=9: family=qwen3 has none"),
@@ -129,6 +130,15 @@ def test_the_keys_that_must_hold_are_there():
 def test_an_impossible_value_is_refused_by_name(changes, said):
     with pytest.raises(UserError, match=said):
         config.check(config_with(**changes))
+
+
+def test_what_fits_into_the_steps_of_epochs_is_decided_by_the_rows():
+    c = config_with(epochs=2.0, warmup_steps=2000, batch_size=8)
+    config.check(c)
+    adopt_steps(c, rows=10_000)
+    assert c.steps == 2500
+    with pytest.raises(UserError, match="warmup_steps=2000: must not exceed steps=25"):
+        adopt_steps(c, rows=100)
 
 
 def test_a_store_that_is_not_reached_is_refused_by_its_key():

@@ -46,11 +46,12 @@ def test_several_hosts_lose_one_another_their_disk_and_their_directory(tmp_path)
         (["--config.accumulation=2"], "/straight holds a run with another config (differs in accumulation): "),
         (["--hosts=2"], "--hosts=2: "),
         (["--kinds=kill,kill_host"], "--kinds=kill_host: needs --hosts of 2 or more"),
+        (["--workdir=gs://bucket/drill"], "--workdir=gs:/bucket/drill: must be a local path"),
     ],
 )
-def test_a_drill_that_could_not_compare_is_refused(tmp_path, trained_run, flags, said):
+def test_a_drill_that_could_not_compare_is_refused(tmp_path, trained_run, store, flags, said):
     (tmp_path / "straight").mkdir()
     shutil.copy(trained_run / "config.json", tmp_path / "straight")
     (tmp_path / "hosts").write_text("1")
-    _, err = run("drill", *TINY_RUN, *flags, f"--workdir={tmp_path}", code=2)
+    _, err = run("drill", *TINY_RUN, f"--workdir={tmp_path}", *flags, code=2)
     assert said in err

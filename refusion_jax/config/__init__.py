@@ -79,19 +79,14 @@ def check(c: ml_collections.ConfigDict) -> None:
         system.section.check(c[system.section.name])
     if c.batch_size % c.accumulation:
         refuse("batch_size", f"must be a multiple of accumulation={c.accumulation}")
-    if c.warmup_steps > c.steps:
-        refuse("warmup_steps", f"must not exceed steps={c.steps}")
-    if c.schedule == "wsd" and c.warmup_steps >= c.steps:
-        refuse("warmup_steps", f"must be below steps={c.steps} for schedule=wsd")
-    if c.schedule == "wsd" and not 0 < c.decay_steps <= c.steps - c.warmup_steps:
-        refuse("decay_steps", f"must be 1 to {c.steps - c.warmup_steps} for schedule=wsd (steps without warm-up)")
-
     if c.eval.tasks or c.eval.decode:
         read_decode(c)
 
     is_span = len(c.profile_steps) == 2 and all(type(step) is int for step in c.profile_steps)
     if c.profile_steps and not (is_span and 1 <= c.profile_steps[0] <= c.profile_steps[1]):
         refuse("profile_steps", "must be a first and a last step, counted from 1, such as (10,12)")
+    if not c.epochs:  # else the rows of the data decide how many steps there are
+        check_steps(c)
 
     m = c.model
     if m.num_attention_heads % m.num_key_value_heads:
@@ -120,6 +115,22 @@ def check(c: ml_collections.ConfigDict) -> None:
     for axis, size in c.mesh.items():
         if size < 1 and size != -1:
             refuse(f"mesh.{axis}", "must be at least 1, or -1 to take all devices that are left")
+
+
+def check_steps(c: ml_collections.ConfigDict) -> None:
+    """Refuses what does not fit into the steps of a run."""
+
+    def refuse(key: str, why: str):
+        raise SettingError("config", key, c[key], why)
+
+    if c.warmup_steps > c.steps:
+        refuse("warmup_steps", f"must not exceed steps={c.steps}")
+    if c.schedule == "wsd" and c.warmup_steps >= c.steps:
+        refuse("warmup_steps", f"must be below steps={c.steps} for schedule=wsd")
+    if c.schedule == "wsd" and not 0 < c.decay_steps <= c.steps - c.warmup_steps:
+        refuse("decay_steps", f"must be 1 to {c.steps - c.warmup_steps} for schedule=wsd (steps without warm-up)")
+    if c.profile_steps and c.profile_steps[0] > c.steps:
+        refuse("profile_steps", f"must begin within steps={c.steps}")
 
 
 def read_decode(c: ml_collections.ConfigDict) -> tuple[str, dict[str, Any]]:

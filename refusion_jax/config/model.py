@@ -8,7 +8,7 @@ from etils import epath
 
 from refusion_jax.checkpoints.load import SIZES, read_model_config
 from refusion_jax.cli.errors import UserError, naming
-from refusion_jax.config import check, default_config
+from refusion_jax.config import check_steps, default_config
 from refusion_jax.config.run_config import read_config
 from refusion_jax.data.interface import Tokenizer
 from refusion_jax.model.shape import ModelConfig
@@ -48,7 +48,7 @@ def adopt_steps(config: ml_collections.ConfigDict, rows: int) -> None:
     """Sets config.steps to what config.epochs of so many rows take, if there are any; they must fit the schedule."""
     if config.epochs:
         config.steps = max(1, math.ceil(config.epochs * rows / config.batch_size))
-        check(config)
+        check_steps(config)
 
 
 def model_config(

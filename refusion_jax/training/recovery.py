@@ -88,7 +88,8 @@ class Health:
         if not self.is_in_doubt:
             return
         loss, norm = (float(metrics[name]) for name in ("loss", "grad_norm"))
-        why = f"step {step} does not count (loss {loss:.6g}, gradient norm {norm:.6g}{first_bad(metrics)})"
+        which = "" if np.isfinite([loss, norm]).all() else first_bad(metrics)
+        why = f"step {step} does not count (loss {loss:.6g}, gradient norm {norm:.6g}{which})"
         if jax.process_index() == 0 and in_a_row == 1:
             command.say(f"{why}: its update is left out")
         if in_a_row >= self._skips:
