@@ -194,8 +194,10 @@ def test_a_run_goes_on_whose_config_has_a_key_that_is_gone_if_it_changes_nothing
         was.llada.eps, was.card.gone = 1e-3, True
     (tmp_path / "config.json").write_text(was.to_json())
     assert check_same_run(epath.Path(tmp_path), config.default_config()) == []
-    with pytest.raises(UserError, match="differs in card.beta, seed"):
+    with pytest.raises(UserError, match=r"differs in card.beta, seed\): .* or another --workdir$"):
         check_same_run(epath.Path(tmp_path), config_with(seed=1, **{"card.beta": 2.0}))
+    with pytest.raises(UserError, match="or --allow_change=clip_norm,data.turns$"):
+        check_same_run(epath.Path(tmp_path), config_with(clip_norm=2.0, **{"data.turns": "all"}))
     for eps, said in ((1e-3, ""), (0.5, "another version, with llada.eps=0.5, which this one does not have")):
         was.objective, was.llada.eps = "llada", eps
         (tmp_path / "config.json").write_text(was.to_json())

@@ -10,7 +10,7 @@ from etils import epath
 from refusion_jax.checkpoints.run_directory import write_model_config
 from refusion_jax.cli.errors import UserError, first_line
 from refusion_jax.cli.flag_values import check_output
-from refusion_jax.config import RESUMABLE, default_config, flatten
+from refusion_jax.config import CHANGEABLE, RESUMABLE, default_config, flatten
 from refusion_jax.data.interface import Tokenizer
 from refusion_jax.data.manifest import is_prepared
 from refusion_jax.distributed.json_files import read_json
@@ -47,7 +47,8 @@ def check_same_run(
     different = [key for key in sorted(here) if there[key] != here[key] and key.split(".")[0] not in resumable]
     changed = [key for key in different if key in allowed or key.split(".")[0] in allowed]
     if other := [key for key in different if key not in changed]:
-        more = ", or --allow_change" if resumable is RESUMABLE else ""
+        is_allowable = resumable is RESUMABLE and all(key.split(".")[0] in CHANGEABLE for key in other)
+        more = f", or --allow_change={','.join(other)}" if is_allowable else ""
         raise UserError(
             f"--workdir={workdir} holds a run with another config (differs in {', '.join(other)}): "
             f"give the flags it was started with, or another --workdir{more}"
