@@ -11,6 +11,8 @@ import numpy as np
 import pytest
 from conftest import SHARED, run, start
 from helpers import ended, evaluate_on_two, start_hosts, wait_until, workers
+from lm_eval.api.instance import Instance
+from lm_eval.models.utils import normalize_gen_kwargs
 from local_task import CHOICES, GENERATE, TEXTS, answers, evaluate
 
 import refusion_jax
@@ -103,6 +105,21 @@ def test_samples_drawn_for_one_problem_differ_and_flags_go_first(loaded, tasks, 
     assert all(len(set(sample["resps"][0])) == 1 for sample in same)
     assert results["settings"]["sums"]["max_new_tokens"] == 8
     assert results["decoding"]["mean_tokens"] <= 8
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"max_new_tokens": 8},
+        {"max_tokens": 5, "max_new_tokens": 6},
+        {"max_completion_tokens": "7", "max_gen_toks": None},
+    ],
+    ids=str,
+)
+def test_an_answer_is_as_long_as_lm_eval_reads_it_from_a_task(loaded, options):
+    request = Instance("generate_until", {}, ("Add 1 and 2.", options), 0, metadata=("sums", 0, 1))
+    (sample,) = EvaluatedModel(*loaded, name="tiny", method="ar", flags={}).samples([request])
+    assert sample.limit == normalize_gen_kwargs(options)["max_gen_toks"]
 
 
 def test_an_answer_ends_where_its_first_stop_string_begins_and_its_row_sooner(loaded, tasks, tmp_path, monkeypatch):

@@ -33,6 +33,8 @@ from refusion_jax.model.transformer import Transformer
 from refusion_jax.systems.registry import system_of
 
 _NEW_TOKENS = 256  # lm_eval's default, where neither flags nor task set it
+# What lm_eval's own models read the length of an answer from; of several the first counts.
+_LENGTHS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
 _TEXTS = 256  # scored between two writes to the journal
 
 
@@ -206,8 +208,8 @@ class EvaluatedModel(TemplateLM):
     def _settings(self, task: str, options: dict[str, Any]) -> dict[str, Any]:
         """Decode settings of a request: flags override the request's options, which override those of the task file."""
         values = {"max_new_tokens": _NEW_TOKENS} | self.task_settings.get(task, {})
-        if "max_gen_toks" in options:
-            values["max_new_tokens"] = int(options["max_gen_toks"])
+        for length in [options[name] for name in _LENGTHS if options.get(name) is not None][:1]:
+            values["max_new_tokens"] = int(length)
         draws = options.get("do_sample", True) is not False
         values |= {name: options[name] for name in ("temperature", "top_p", "top_k") if draws and name in options}
         if "temperature" in values:
