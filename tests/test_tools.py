@@ -238,6 +238,8 @@ def said_to_call(name, arguments):
         (tool(name="a", parameters={"properties": 3}) | {"tool_choice": "required"}, "tools: "),
         ({"tools": TOOLS, "tool_choice": "required", "guided_regex": "a"}, "tools: guided_regex says already"),
         ({"messages": [{"role": "user"}]}, "messages.0: content: is missing"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages.0.content.0.type: Input"),
+        ({"messages": [{"role": "user", "content": 3}]}, "messages.0.content: Input should"),
         ({"messages": [{"role": "user", "content": "", "tool_calls": [{"function": {}}]}]}, "messages.0.tool_calls.0."),
         ({"messages": [said_to_call("a", "[1]")]}, "messages.0.tool_calls.0.function.arguments: "),
         ({"messages": [said_to_call("a", "[" * 9999)]}, "messages.0.tool_calls.0.function.arguments: is not JSON: "),

@@ -81,9 +81,13 @@ def read_body(kind: type[BaseModel], raw: bytes) -> BaseModel:
 
 
 def _explained(error: ValidationError) -> tuple[str, str | None]:
-    """(what is wrong with the first field at fault, its name)."""
-    first = error.errors(include_url=False, include_input=False)[0]
-    name = ".".join(part for part in map(str, first["loc"]) if not _OF_A_TYPE.search(part))
+    """(what is wrong with the first field at fault, its name); of a field of several types, where one is nearest."""
+    errors = error.errors(include_url=False, include_input=False)
+    names = [".".join(part for part in map(str, one["loc"]) if not _OF_A_TYPE.search(part)) for one in errors]
+    name, first = max(
+        (one for one in zip(names, errors, strict=True) if one[0].startswith(names[0])),
+        key=lambda one: len(one[1]["loc"]),
+    )
     why = first["msg"].removeprefix("Value error, ")
     if first["type"] == "json_invalid":
         why = f"{'' if name else 'the body '}is not JSON: {first['ctx']['error']}"
