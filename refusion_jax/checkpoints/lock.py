@@ -75,8 +75,6 @@ def _flock(file, operation: int, directory: epath.Path) -> None:
 
 @contextlib.contextmanager
 def _lease(directory: epath.Path) -> Iterator[Callable[[], None]]:
-    store = tensorstore.KvStore.open(f"{directory}/").result()
-
     def swap(content: bytes | None, generation: bytes) -> bytes:
         """Writes or deletes the lease; its new generation, empty where another one is there than was read."""
         return store.write(FILE, content, if_equal=generation).result().generation
@@ -88,6 +86,7 @@ def _lease(directory: epath.Path) -> Iterator[Callable[[], None]]:
             raise UserError(f"{directory} has been taken over by {new_holder}: this run stops and saves nothing more")
 
     try:
+        store = tensorstore.KvStore.open(f"{directory}/").result()
         there = store.read(FILE).result()
         mine = swap(_this_process(), there.stamp.generation)
     except ValueError as error:  # all that the store raises
