@@ -53,7 +53,7 @@ case ${1:-} in
     if is_running; then exit 0; fi
     case $(cat train.exit 2>/dev/null) in
       75) exit 75 ;;
-      137 | '') exit 254 ;;
+      137 | 143 | '') exit 254 ;; # 143: told to end before it could listen, while it was still being imported
     esac
     ;;
   stop)

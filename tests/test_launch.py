@@ -162,7 +162,9 @@ def test_an_error_of_the_run_itself_is_never_tried_again(gcloud, code):
     assert calls(gcloud) == [SEEN, *SET_UP, STARTED, remote("wait"), *asked]
 
 
-@pytest.mark.parametrize(("ended", "said"), [("75", 75), ("137", 254), (None, 254), ("1", 0), ("134", 0), ("0", 0)])
+@pytest.mark.parametrize(
+    ("ended", "said"), [("75", 75), ("137", 254), ("143", 254), (None, 254), ("1", 0), ("134", 0), ("0", 0)]
+)
 def test_a_worker_says_whether_it_is_to_be_started_again(tmp_path, ended, said):
     shutil.copytree(ROOT / "launch", tmp_path / "launch")
     if ended:
