@@ -2,11 +2,13 @@
 
 import json
 
+import httpx
 import jax.numpy as jnp
 import pytest
 import tokenizers
+from conftest import serving
 from etils import epath
-from helpers import write_tokenizer
+from helpers import tiny_qwen3, write_tokenizer
 
 from refusion_jax import DecodeSettings, UserError
 from refusion_jax.config import default_config
@@ -121,8 +123,8 @@ def test_vocabulary_and_merges_of_qwen2_are_read_where_there_is_no_tokenizer_jso
     assert (again.files, again.encode(texts)) == (tokenizer.files, tokenizer.encode(texts))
 
 
-def test_tokens_are_spelled_as_they_stand_in_a_text_whose_first_space_is_the_tokenizers_own(tmp_path):
-    """Llama 2's and Mistral's kind."""
+def write_llama(path):
+    """A tokenizer of Llama 2's and Mistral's kind, which begins every text with a space of its own."""
     names = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), *"\u2581ab", "\u2581a"]
     vocab = {name: number for number, name in enumerate(names)}
     model = tokenizers.models.BPE(vocab, [("\u2581", "a")], byte_fallback=True, unk_token="<unk>")
@@ -132,12 +134,32 @@ def test_tokens_are_spelled_as_they_stand_in_a_text_whose_first_space_is_the_tok
     d = tokenizers.decoders
     llama.decoder = d.Sequence([d.Replace("\u2581", " "), d.ByteFallback(), d.Fuse(), d.Strip(" ", 1, 0)])
     llama.add_special_tokens(["<s>", "</s>"])
-    llama.save(f"{tmp_path}/tokenizer.json")
-    (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "</s>"}')
-    tokenizer = load_tokenizer_file(tmp_path / "tokenizer.json", "<mask>")
+    llama.save(f"{path}/tokenizer.json")
+    (path / "tokenizer_config.json").write_text('{"eos_token": "</s>"}')
+    return path / "tokenizer.json"
+
+
+def test_tokens_are_spelled_as_they_stand_in_a_text_whose_first_space_is_the_tokenizers_own(tmp_path):
+    tokenizer = load_tokenizer_file(write_llama(tmp_path), "<mask>")
     (ids,) = tokenizer.encode(["a b  a\u00e9"])
     assert tokenizer.decode(ids) == "a b  a\u00e9"
+    assert tokenizer.continuation(ids) == " a b  a\u00e9"
     assert b"".join(map(tokenizer.spelling, [1, *ids, 2])) == " a b  a\u00e9".encode()
+
+
+@pytest.mark.thorough
+def test_a_completion_goes_on_after_its_prompt_with_all_spaces(tmp_path):
+    tiny_qwen3(tmp_path, eos_token_id=2)
+    write_llama(tmp_path)
+    with serving(f"--checkpoint={tmp_path}", "--decode.method=ar", "--decode.batch_size=1") as address:
+        how = {"prompt": "a", "guided_choice": [" b  ab"], "echo": True, "logprobs": 1, "max_tokens": 32}
+        (one,) = httpx.post(f"{address}/v1/completions", json=how, timeout=60).json()["choices"]
+        events = httpx.post(f"{address}/v1/completions", json=how | {"stream": True}, timeout=60).text
+    assert (one["text"], one["finish_reason"]) == ("a b  ab", "stop")
+    assert "".join(one["logprobs"]["tokens"]) == one["text"]
+    pieces = [json.loads(line[6:])["choices"][0] for line in events.split("\n") if line.startswith("data: {")]
+    assert "".join(piece["text"] for piece in pieces) == one["text"]
+    assert [token for piece in pieces for token in piece["logprobs"]["tokens"]] == one["logprobs"]["tokens"]
 
 
 @pytest.mark.parametrize(

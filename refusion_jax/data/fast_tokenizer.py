@@ -204,9 +204,11 @@ class FastTokenizer(Tokenizer):
     def decode(self, ids: list[int]) -> str:
         return self._tokenizer.decode(ids, skip_special_tokens=True)
 
+    def continuation(self, ids: list[int]) -> str:
+        return self.decode([*self._letter, *ids])[len(self.decode(self._letter)) :]
+
     def spelling(self, token: int) -> bytes:
-        # After a letter, as decoders of Llama 2's kind take the space off the beginning of a text.
-        name, text = self.name_of(token), self.decode([*self._letter, token])[len(self.decode(self._letter)) :]
+        name, text = self.name_of(token), self.continuation([token])
         if "\ufffd" not in text or not _BYTES.keys() >= {*name}:  # whole characters
             return text.encode()
         return byte_of(name) if name.startswith("<0x") else bytes(_BYTES[letter] for letter in name)

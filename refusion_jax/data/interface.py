@@ -52,6 +52,10 @@ class Tokenizer(abc.ABC):
     def decode(self, ids: list[int]) -> str:
         """Text of token ids, without special tokens."""
 
+    def continuation(self, ids: list[int]) -> str:
+        """Text of token ids as it follows other text: some tokenizers' `decode` takes the space off a beginning."""
+        return self.decode(ids)
+
     @abc.abstractmethod
     def spelling(self, token: int) -> bytes:
         """The bytes that a token adds to a text, which may be a part of a character; none for special ones."""

@@ -3,8 +3,9 @@
 import bisect
 import dataclasses
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import TypeAlias
 
 from refusion_jax.cli.errors import UserError, naming
 from refusion_jax.cli.settings import scope
@@ -14,6 +15,7 @@ from refusion_jax.decoding.settings import Settings
 from refusion_jax.decoding.stops import Stops
 from refusion_jax.distributed.json_files import read_json_lines
 
+Decode: TypeAlias = Callable[[list[int]], str]  # text of token ids
 CONTEXT = 8  # tokens before a token that its text may depend on
 
 
@@ -94,7 +96,7 @@ def to_record(id: object, answer: Answer, tokenizer: Tokenizer | None, stops: St
     if text is not None:
         text, is_cut = stops.cut(text)
         if is_cut:
-            tokens, reason = tokens_of(text, tokens, tokenizer), "stop"
+            tokens, reason = tokens_of(text, tokens, tokenizer.decode), "stop"
     return {
         "id": id,
         "text": text,
@@ -106,9 +108,9 @@ def to_record(id: object, answer: Answer, tokenizer: Tokenizer | None, stops: St
     }
 
 
-def tokens_of(text: str, tokens: list[int], tokenizer: Tokenizer) -> list[int]:
+def tokens_of(text: str, tokens: list[int], decode: Decode) -> list[int]:
     """The shortest prefix of the tokens whose text covers this prefix of their text."""
-    count = bisect.bisect_left(range(len(tokens)), len(text), key=lambda n: len(tokenizer.decode(tokens[:n])))
+    count = bisect.bisect_left(range(len(tokens)), len(text), key=lambda n: len(decode(tokens[:n])))
     return tokens[:count]
 
 

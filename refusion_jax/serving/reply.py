@@ -139,7 +139,8 @@ class Reply:
         self, fields: Callable[[Delta, dict[str, Any] | None], dict[str, Any]], begins_with_role: bool
     ) -> AsyncIterator[bytes]:
         options, service = self._body.stream_options or StreamOptions(), self._service
-        scored = [ScoredStream(service.scorer, service.tokenizer, self._body, one) for one in self._choices]
+        decode = service.decoding(self._body)
+        scored = [ScoredStream(service.scorer, decode, self._body, one) for one in self._choices]
 
         def event(choices: Sequence[dict[str, Any]]) -> bytes:
             said = {**self._head, "choices": choices}

@@ -7,7 +7,7 @@ from typing import Any
 import anyio
 
 from refusion_jax.data.interface import Tokenizer
-from refusion_jax.decoding.prompts import tokens_of
+from refusion_jax.decoding.prompts import Decode, tokens_of
 from refusion_jax.decoding.settings import Settings
 from refusion_jax.evaluation.likelihood import TokenScore, token_scores
 from refusion_jax.model.transformer import Transformer
@@ -54,7 +54,8 @@ class Scorer:
         ]
 
     def _of_completion(self, body: Completion, tokens: list[int], scored: list[TokenScore | None]) -> dict[str, Any]:
-        spelled, whole, offsets = self._spelled(tokens), codecs.getincrementaldecoder("utf-8")("replace"), [0]
+        spelled, offsets = self._spelled(tokens, body.echo), [0]
+        whole = codecs.getincrementaldecoder("utf-8")("replace")
         for one in spelled:
             offsets.append(offsets[-1] + len(whole.decode(one)))
         top = [one and self._top(one, token) for one, token in zip(scored, tokens, strict=True)]
@@ -72,7 +73,7 @@ class Scorer:
         best = [told(self._tokenizer.spelling(one.best), one.best_log_p) for one in scored]
         content = [
             told(own, one.log_p) | {"top_logprobs": [other][: body.top_logprobs]}
-            for own, one, other in zip(self._spelled(tokens), scored, best, strict=True)
+            for own, one, other in zip(self._spelled(tokens, not body.constraints), scored, best, strict=True)
         ]
         return {"content": content, "refusal": None}
 
@@ -83,11 +84,11 @@ class Scorer:
             best = f"token_id:{score.best}"
         return {best: score.best_log_p, text: score.log_p}
 
-    def _spelled(self, tokens: list[int]) -> list[bytes]:
-        """What each token adds to their text; some tokenizers take the space off its beginning."""
+    def _spelled(self, tokens: list[int], begin: bool) -> list[bytes]:
+        """What each token adds to their text; some tokenizers take the space off where a text begins."""
         spelled = [self._tokenizer.spelling(token) for token in tokens]
         first = next((place for place, one in enumerate(spelled) if one), 0)
-        if spelled and not self._tokenizer.decode([tokens[first]]).startswith(" "):
+        if begin and spelled and not self._tokenizer.decode([tokens[first]]).startswith(" "):
             spelled[first] = spelled[first].removeprefix(b" ")
         return spelled
 
@@ -99,8 +100,8 @@ def _text(spelled: bytes) -> str:
 class ScoredStream:
     """The `logprobs` of one answer, piece by piece; None of each where nobody asks for them."""
 
-    def __init__(self, scorer: Scorer, tokenizer: Tokenizer, body: Completion | Chat, choice: Choice):
-        self._scorer, self._tokenizer, self._body, self._choice = scorer, tokenizer, body, choice
+    def __init__(self, scorer: Scorer, decode: Decode, body: Completion | Chat, choice: Choice):
+        self._scorer, self._decode, self._body, self._choice = scorer, decode, body, choice
         self._is_asked, self._text, self._told = scorer.is_asked(body), "", 0  # the places that have been told
 
     async def of(self, delta: Delta | None) -> dict[str, Any] | None:
@@ -110,7 +111,7 @@ class ScoredStream:
         tokens = []
         if delta:
             self._text += delta.text
-            tokens = delta.tokens if delta.finish_reason else tokens_of(self._text, delta.tokens, self._tokenizer)
+            tokens = delta.tokens if delta.finish_reason else tokens_of(self._text, delta.tokens, self._decode)
         (whole,) = await self._scorer.score(self._body, [self._choice], [tokens])
         new = {name: value[self._told :] if isinstance(value, list) else value for name, value in whole.items()}
         self._told = max(len(value) for value in whole.values() if isinstance(value, list))

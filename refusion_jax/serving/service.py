@@ -11,7 +11,7 @@ from typing import Any
 from refusion_jax.cli.errors import UserError
 from refusion_jax.cli.settings import declared, scope
 from refusion_jax.data.interface import Tokenizer
-from refusion_jax.decoding.prompts import check_characters
+from refusion_jax.decoding.prompts import Decode, check_characters
 from refusion_jax.decoding.requests import Answer, Request
 from refusion_jax.decoding.settings import Settings, TokenIds
 from refusion_jax.decoding.stops import Stops
@@ -156,11 +156,17 @@ class Service:
 
     def reader(self, choice: Choice, body: Completion | Chat) -> Callable[[Answer, bool], Delta]:
         """What cuts its answer into deltas: text that has become certain, and calls of tools."""
-        writer = Writer(self.tokenizer, choice.stops, choice.limit, len(choice.prompt) if body.watch else None)
+        begins = len(choice.prompt) if body.watch else None
+        writer = Writer(self.tokenizer, choice.stops, choice.limit, begins, self.decoding(body))
         if isinstance(body, Completion) or not body.offered:
             return writer.read
         calls = CallReader([tool.function.name for tool in body.offered], body.parallel_tool_calls)
         return lambda answer, is_finished: calls.read(writer.read(answer, is_finished))
+
+    def decoding(self, body: Completion | Chat) -> Decode:
+        """What makes the text of an answer: it goes on after a prompt, or is just what its grammar allows."""
+        goes_on = isinstance(body, Completion) or body.constraints
+        return self.tokenizer.continuation if goes_on else self.tokenizer.decode
 
     def encode(self, text: str, name: str) -> list[int]:
         """Token ids of a text as it stands; with a chat template, special tokens that it spells out are meant.

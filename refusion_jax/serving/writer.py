@@ -4,7 +4,7 @@ import dataclasses
 from typing import Any
 
 from refusion_jax.data.interface import Tokenizer
-from refusion_jax.decoding.prompts import CONTEXT, spelled, tokens_of
+from refusion_jax.decoding.prompts import CONTEXT, Decode, spelled, tokens_of
 from refusion_jax.decoding.requests import Answer
 from refusion_jax.decoding.stops import Stops
 
@@ -26,9 +26,20 @@ class Delta:
 class Writer:
     """Cuts what a decoder has committed into deltas: text that has become certain."""
 
-    def __init__(self, tokenizer: Tokenizer, stops: Stops, limit: int, begins: int | None = None):
-        """Begins an answer of at most `limit` tokens; with pieces, where the position is given at which it begins."""
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        stops: Stops,
+        limit: int,
+        begins: int | None = None,
+        decode: Decode | None = None,
+    ):
+        """Begins an answer of at most `limit` tokens; with pieces, where the position is given at which it begins.
+
+        `decode` is the tokenizer's, by default, or what else makes the text.
+        """
         self._tokenizer, self._stops, self._limit = tokenizer, stops, limit
+        self._decode = decode or tokenizer.decode
         self._sent, self._commits, self._begins = "", 0, begins
         self._known: dict[int, int] = {}  # committed tokens by place in the answer ..
         self._told: dict[int, str] = {}  # .. and what they have spelled
@@ -36,10 +47,10 @@ class Writer:
     def read(self, answer: Answer, is_finished: bool) -> Delta:
         """The next delta of an answer, which has grown; until it is finished it ends before its first gap."""
         tokens = answer.tokens[: self._limit]
-        text, is_cut = self._stops.cut(whole := self._tokenizer.decode(tokens))
+        text, is_cut = self._stops.cut(whole := self._decode(tokens))
         is_last, reason = is_finished or len(tokens) == self._limit, None
         if is_cut and (is_last or self._stops.is_certain(whole)):
-            tokens, reason = tokens_of(text, tokens, self._tokenizer), "stop"
+            tokens, reason = tokens_of(text, tokens, self._decode), "stop"
         elif is_last:
             is_whole = is_finished and answer.finish_reason == "eos" and len(tokens) == len(answer.tokens)
             reason = "stop" if is_whole else "length"
