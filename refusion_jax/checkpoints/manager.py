@@ -140,14 +140,14 @@ class Checkpoints(contextlib.AbstractContextManager):
         """Says so, and counts it; too many in a row stop the run."""
         self._failed += 1
         self._under_way = None
-        if jax.process_index() == 0:
-            with contextlib.suppress(Exception):  # each store has errors of its own
-                remove_unfinished(self._directory)
         why = f"checkpoint {step} could not be written: {first_line(error)}"
         if self._failed >= self._failures:
             stopped = f"{self._failed} saves in a row have failed, and the run stops: {self._what_to_do}"
             raise Failure(f"{why}; {stopped}") from error
         logging.warning("%s; the run goes on to the next save (%d of %d)", why, self._failed, self._failures)
+        if jax.process_index() == 0:
+            with contextlib.suppress(OSError):
+                remove_unfinished(self._directory)
 
     @property
     def _what_to_do(self) -> str:
