@@ -188,18 +188,23 @@ def test_what_is_narrower_than_the_matrix_unit_reaches_a_part_of_the_peak():
         assert estimate(costs, chip).operations == pytest.approx(1 / share)
 
 
-def test_products_of_int8_take_half_of_the_time_where_it_is_documented():
+@pytest.mark.parametrize(
+    ("dtype", "topology", "share"),
+    [("s8", "v5e:2x2", 0.5), ("s8", "v4:2x2x1", 1), ("f8e4m3fn", "tpu7x:2x2x1", 0.5), ("f8e4m3fn", "v5e:2x2", 1)],
+)
+def test_products_of_a_byte_take_half_of_the_time_where_it_is_documented(dtype, topology, share):
     dot = """
-ENTRY %main (a: s8[64,64], b: DTYPE[64,64]) -> s32[64,64] {
-  %a = s8[64,64]{1,0} parameter(0)
+ENTRY %main (a: NARROW[64,64], b: DTYPE[64,64]) -> f32[64,64] {
+  %a = NARROW[64,64]{1,0} parameter(0)
   %b = DTYPE[64,64]{1,0} parameter(1)
-  ROOT %dot = s32[64,64]{1,0} dot(%a, %b), lhs_contracting_dims={1}, rhs_contracting_dims={0}
+  ROOT %dot = f32[64,64]{1,0} dot(%a, %b), lhs_contracting_dims={1}, rhs_contracting_dims={0}
 }
-"""
-    times = {dtype: count(parse(dot.replace("DTYPE", dtype)), chips_per_slice=1) for dtype in ("s8", "bf16")}
-    for topology, share in (("v5e:2x2", 0.5), ("v4:2x2x1", 1)):
-        narrow, wide = (estimate(times[dtype], find_chip(topology)).compute for dtype in ("s8", "bf16"))
-        assert narrow == pytest.approx(share * wide)
+""".replace("NARROW", dtype)
+    narrow, wide = (
+        estimate(count(parse(dot.replace("DTYPE", other)), chips_per_slice=1), find_chip(topology)).compute
+        for other in (dtype, "bf16")
+    )
+    assert narrow == pytest.approx(share * wide)
 
 
 @pytest.mark.parametrize(

@@ -56,7 +56,7 @@ _TRAINING = {
     "accumulation": _count(1, "micro-batches per step: less memory, same result"),
     "remat": Setting("products", remat.HELP, choices=tuple(remat.REMAT_POLICIES)),
     "dtype": _one_of(_WIDTHS, "dtype of computation; weights, softmax and loss are float32 always"),
-    "quantization": _one_of("none | int8", "products with weights of layers, and the gradients of their inputs"),
+    "quantization": _one_of("none | int8 | fp8", "products with weights of layers, and the gradients of their inputs"),
     "log_every": _count(10, "steps between metrics", _MOST_STEPS),
     "tracker": Setting(
         "tensorboard", "what else shows them, with commas between: tensorboard | wandb | trackio; empty: nothing"

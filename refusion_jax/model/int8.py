@@ -32,7 +32,7 @@ class Int8Array:
     @classmethod
     def of(cls, x: Float[Array, "..."], axes: Sequence[int]) -> "Int8Array":
         """Rounds x, with one scale for all elements along these axes."""
-        return cls(*_round(x, tuple(axes)))
+        return cls(*round_to(jnp.int8, x, tuple(axes)))
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -96,8 +96,10 @@ def is_int8(x: Any) -> bool:
     return isinstance(x, Int8Array)
 
 
-@functools.partial(jax.jit, static_argnames="axes")
-def _round(x, axes: tuple[int, ...]):
+@functools.partial(jax.jit, static_argnames=("dtype", "axes"))
+def round_to(dtype: jnp.dtype, x: Float[Array, "..."], axes: tuple[int, ...]) -> tuple[Array, Float32[Array, "..."]]:
+    """(values, scale) of x in int8 or an eight-bit float: the largest magnitude along the axes becomes its largest."""
+    largest = _LARGEST if dtype == jnp.int8 else float(jnp.finfo(dtype).max)
     x = x.astype(jnp.float32)
-    scale = jnp.maximum(jnp.max(jnp.abs(x), axis=axes, keepdims=True), jnp.finfo(jnp.float32).tiny) / _LARGEST
-    return jnp.round(x / scale).astype(jnp.int8), scale
+    scale = jnp.maximum(jnp.max(jnp.abs(x), axis=axes, keepdims=True), jnp.finfo(jnp.float32).tiny) / largest
+    return (jnp.round(x / scale) if dtype == jnp.int8 else x / scale).astype(dtype), scale

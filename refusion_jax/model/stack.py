@@ -16,8 +16,7 @@ from jaxtyping import Array, Bool, Float
 from refusion_jax.distributed.sharding import constrain
 from refusion_jax.model.experts import Load, Router, mixture
 from refusion_jax.model.families import FAMILIES
-from refusion_jax.model.int8 import Int8Array, in_dtype
-from refusion_jax.model.int8_training import int8_linear
+from refusion_jax.model.int8 import in_dtype, round_to
 from refusion_jax.model.layers import (
     Rotation,
     linear,
@@ -27,6 +26,7 @@ from refusion_jax.model.layers import (
     scattered_along_embed,
     weight,
 )
+from refusion_jax.model.quantized_training import DTYPES, quantized_linear
 from refusion_jax.model.remat import GATE, INPUT, PROJECTION, REMAT_POLICIES, UP, WITHOUT_GATHERED
 from refusion_jax.model.shape import ModelConfig
 
@@ -111,8 +111,8 @@ class Layers(nnx.Module):
             if self.outputs_first:
                 y = linear_outputs_first(x, w[name], inputs)
             else:
-                rounded = w.get(f"{name}_int8")
-                y = int8_linear(x, w[name], rounded, inputs) if rounded else linear(x, w[name], inputs)
+                rounded = w.get(f"{name}_rounded")
+                y = quantized_linear(x, w[name], rounded, inputs) if rounded else linear(x, w[name], inputs)
             if f"{name}_a" not in w:
                 return y
             return y + self.lora_scale * linear(linear(x, w[f"{name}_a"], inputs), w[f"{name}_b"])
@@ -161,8 +161,8 @@ class Layers(nnx.Module):
         own = nnx.to_pure_dict(nnx.state(self))
         exact = {name: own[name] for name in ("router", "expert_bias") if name in own}
         weights = in_dtype(own, x.dtype) | in_dtype(exact, jnp.float32)
-        if quantization == "int8":  # rounded once a step: here the maxima of all layers cross a mesh together
-            weights |= {f"{name}_int8": self._rounded(name) for name in own if getattr(self, name).summed}
+        if dtype := DTYPES.get(quantization):  # rounded once a step: the maxima of all layers cross a mesh together
+            weights |= {f"{name}_rounded": self._rounded(name, dtype) for name in own if getattr(self, name).summed}
         x, (kept, load) = jax.lax.scan(layer, x, (weights, jnp.arange(self.first, self.end)))
         return x, kept, jax.tree.map(functools.partial(jnp.sum, axis=0), load)
 
@@ -175,8 +175,8 @@ class Layers(nnx.Module):
                 setattr(self, name, p.replace(value, logical_axes=tuple(p.logical_axes[axis] for axis in order)))
         self.outputs_first = True
 
-    def _rounded(self, name: str) -> Int8Array:
-        """A weight in int8, with a scale for every output."""
+    def _rounded(self, name: str, dtype: jnp.dtype) -> tuple[Array, Array]:
+        """A weight rounded to int8 or fp8: (values, a scale for every output)."""
         w = getattr(self, name)
-        axes = [w.logical_axes.index(axis) for axis in w.summed]
-        return Int8Array.of(jax.lax.stop_gradient(w.get_value()), axes)
+        axes = tuple(w.logical_axes.index(axis) for axis in w.summed)
+        return round_to(dtype, jax.lax.stop_gradient(w.get_value()), axes)

@@ -36,7 +36,7 @@ class Transformer(nnx.Module):
     """A decoder-only transformer. The caller supplies the attention mask. It computes in `dtype`; logits are float32.
 
     `remat` is one of `remat.REMAT_POLICIES`, `backend` as of `packed_attention.backend_for`, for packed rows, and
-    `quantization` "int8", of products with weights of layers, for training (int8_training.py), or "none".
+    `quantization` "int8" or "fp8", of products with weights of layers, for training (quantized_training.py), or "none".
     """
 
     head_rows = 0  # rows of the output head that the logits of a token are computed of; 0: all

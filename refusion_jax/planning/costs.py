@@ -27,6 +27,7 @@ _FREE = (
     *("copy-done", "async-done", "async-update", "opt-barrier", "slice-done", "iota"),
     *("send", "send-done", "recv-done"),
 )
+_NARROW = ("s8", "f8e4m3fn")
 _RAGGED = "ragged-dot-none"  # XLA's kernel
 _KERNEL_PRODUCTS = {"splash_mha_fwd": 2, "splash_mha_dq": 3, "splash_mha_dkv": 4}  # matrix products a tile
 
@@ -55,7 +56,7 @@ class Operation(NamedTuple):
     flops: float
     bytes: float
     width: float = math.inf  # of the smallest axis of a product, where it may not fill the matrix unit
-    in_int8: bool = False  # a product of int8 arrays
+    narrow: str = ""  # dtype of both factors of a product, where that is one of _NARROW
 
 
 @dataclasses.dataclass(frozen=True)
@@ -143,7 +144,7 @@ class _Counter:
             size = sum(s.bytes for s in i.shapes[:2] if s.in_hbm)
         elif i.opcode == "custom-call" and "tpu_custom_call" not in i.attributes:
             size = 0.0  # AllocateBuffer and the like
-        return Costs((Operation(1, _flops(computation, i), size, in_int8=_is_in_int8(computation, i)),))
+        return Costs((Operation(1, _flops(computation, i), size, narrow=_narrow(computation, i)),))
 
     def _fusion(self, computation: Computation, i: Instruction) -> Costs:
         """A fusion is one operation: only what it reads and writes goes through memory."""
@@ -158,11 +159,11 @@ class _Counter:
             reduce = next(j for j in inside.instructions.values() if j.opcode.startswith("all-reduce"))
             return Costs(collectives=(self._collective("reduce-scatter", inside, reduce),))
         flops = sum(part.flops for part in nested)
-        in_int8 = any(operation.in_int8 for part in nested for operation in part.operations)
+        narrow = next((o.narrow for part in nested for o in part.operations if o.narrow), "")
         size = sum(self._read(inside, n, computation.instructions[name]) for n, name in enumerate(i.operands))
         size += self._written(inside, i)
         inner = [Costs(collectives=part.collectives) for part in nested]
-        return add([*inner, Costs((Operation(1, flops, size, in_int8=in_int8),))])
+        return add([*inner, Costs((Operation(1, flops, size, narrow=narrow),))])
 
     def _fused(self, inside: Computation, j: Instruction) -> Costs:
         if j.opcode == "fusion":
@@ -170,7 +171,7 @@ class _Counter:
             return add([self._fused(deeper, k) for k in deeper.instructions.values()])
         if kind := collective_kind(j):
             return Costs(collectives=(self._collective(kind, inside, j),))
-        return Costs((Operation(1, _flops(inside, j), 0, in_int8=_is_in_int8(inside, j)),))
+        return Costs((Operation(1, _flops(inside, j), 0, narrow=_narrow(inside, j)),))
 
     def _read(self, inside: Computation, number: int, operand: Instruction) -> float:
         """Bytes of an operand that a fusion reads from HBM; only the slices, where it takes slices."""
@@ -287,9 +288,10 @@ def _flops(computation: Computation, i: Instruction) -> float:
     return kernel.flops if kernel else 0.0
 
 
-def _is_in_int8(computation: Computation, i: Instruction) -> bool:
-    dtypes = [shape.dtype for shape in _operand_shapes(computation, i)]
-    return i.opcode in ("convolution", "dot") and dtypes[:2] == ["s8", "s8"]
+def _narrow(computation: Computation, i: Instruction) -> str:
+    dtypes = [shape.dtype for shape in _operand_shapes(computation, i)][:2]
+    is_narrow = i.opcode in ("convolution", "dot") and dtypes in ([dtype] * 2 for dtype in _NARROW)
+    return dtypes[0] if is_narrow else ""
 
 
 def _kernel(computation: Computation, i: Instruction, size: float) -> Operation | None:

@@ -47,7 +47,7 @@ def estimate(costs: Costs, chip: Chip) -> Estimate:
     """The time of a step with these costs on this chip."""
     compute = operations = 0.0
     for o in costs.operations:
-        arithmetic = o.times * o.flops / (chip.peak_flops * (chip.int8_speedup if o.in_int8 else 1))
+        arithmetic = o.times * o.flops / (chip.peak_flops * (2 if o.narrow and o.narrow == chip.narrow else 1))
         reached = min(1.0, o.width / chip.matrix_unit)  # of the peak
         compute += arithmetic
         operations += max(arithmetic / reached, o.times * o.bytes / chip.hbm_bandwidth)
