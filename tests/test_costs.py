@@ -119,18 +119,27 @@ def test_only_an_asynchronous_collective_overlaps_with_arithmetic():
     assert collective(line.replace("all-reduce(", "all-reduce-start(")).overlapped
 
 
-def test_a_fusion_reads_only_the_slices_it_takes_and_writes_in_place():
+@pytest.mark.parametrize("taken_from", ["table", "turned", "turned_here"])
+def test_a_fusion_reads_only_the_slices_it_takes_and_writes_in_place(taken_from):
+    """Also from a table in another layout, which TPU7x's compiler makes inside of the fusion."""
     text = """
 HloModule fused
+
+%turn (own: f32[100,8]) -> f32[100,8] {
+  %own = f32[100,8]{1,0} parameter(0)
+  ROOT %copied = f32[100,8]{0,1} copy(%own)
+}
 
 %fused (table: f32[100,8], at: s32[], new: f32[1,8]) -> f32[100,8] {
   %table = f32[100,8]{1,0} parameter(0)
   %at = s32[] parameter(1)
   %new = f32[1,8]{1,0} parameter(2)
   %zero = s32[] constant(0)
-  %old = f32[1,8]{1,0} dynamic-slice(%table, %at, %zero), dynamic_slice_sizes={1,8}
+  %turned = f32[100,8]{0,1} fusion(%table), kind=kLoop, calls=%turn
+  %turned_here = f32[100,8]{0,1} copy(%table)
+  %old = f32[1,8]{1,0} dynamic-slice(%TAKEN_FROM, %at, %zero), dynamic_slice_sizes={1,8}
   %sum = f32[1,8]{1,0} add(%old, %new)
-  ROOT %put = f32[100,8]{1,0} dynamic-update-slice(%table, %sum, %at, %zero)
+  ROOT %put = f32[100,8]{1,0} dynamic-update-slice(%TAKEN_FROM, %sum, %at, %zero)
 }
 
 ENTRY %main (t: f32[100,8], i: s32[], n: f32[1,8]) -> f32[100,8] {
@@ -140,7 +149,7 @@ ENTRY %main (t: f32[100,8], i: s32[], n: f32[1,8]) -> f32[100,8] {
   ROOT %f = f32[100,8]{1,0} fusion(%t, %i, %n), kind=kLoop, calls=%fused
 }
 """
-    costs = count(parse(text), chips_per_slice=1)
+    costs = count(parse(text.replace("TAKEN_FROM", taken_from)), chips_per_slice=1)
     row = 8 * 4
     assert costs.bytes == row + 4 + row + row  # the old row, the index, what is added, the new row
 

@@ -190,7 +190,7 @@ class _Counter:
                 continue  # updated in place
             elif collective_kind(user) or (user.is_root and user.opcode == "tuple"):
                 continue  # passed on
-            elif user.opcode == "bitcast" and not user.is_root:
+            elif self._is_copy(user) and not user.is_root:
                 taken += self._taken(inside, user.name)
             elif user.opcode == "fusion":
                 deeper = self._module.computations[user.attribute("calls")]
@@ -199,6 +199,12 @@ class _Counter:
             else:
                 return math.inf
         return taken
+
+    def _is_copy(self, i: Instruction) -> bool:
+        """Whether an instruction inside a fusion is its operand in another layout, of which it makes what is needed."""
+        if i.opcode == "fusion":
+            return all(self._is_copy(j) for j in self._module.computations[i.attribute("calls")].instructions.values())
+        return i.opcode in ("parameter", "copy", "bitcast")
 
     def _written(self, inside: Computation, i: Instruction) -> float:
         """Bytes that a fusion writes to HBM."""
