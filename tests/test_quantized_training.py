@@ -22,16 +22,16 @@ TOKENS, INPUTS, OUTPUTS = 24, 96, 40
 
 
 def factors() -> list[jax.Array]:
-    """x, w and a gradient of x @ w, whose tokens, inputs and outputs are of very different sizes."""
+    """x, w and a gradient of x @ w, whose tokens, inputs and outputs are of very different sizes, some of them 0."""
     keys = jax.random.split(jax.random.key(0), 3)
     x, w, dy = (
         jax.random.normal(key, shape)
         for key, shape in zip(keys, [(TOKENS, INPUTS), (INPUTS, OUTPUTS), (TOKENS, OUTPUTS)], strict=True)
     )
     return [
-        x * jnp.logspace(-3, 3, TOKENS)[:, None],
-        w * jnp.logspace(-2, 2, OUTPUTS)[None],
-        dy * jnp.logspace(2, -2, TOKENS)[:, None],
+        (x * jnp.logspace(-3, 3, TOKENS)[:, None]).at[0].set(0),
+        (w * jnp.logspace(-2, 2, OUTPUTS)[None]).at[:, 0].set(0),
+        (dy * jnp.logspace(2, -2, TOKENS)[:, None]).at[1].set(0),
     ]
 
 
@@ -62,7 +62,7 @@ def test_products_and_gradients_of_inputs_are_off_by_rounding_alone_and_those_of
     y, dx, dw = product_and_gradients(name, *factors())
     w_error = rounding_error(name, w, 0)
     assert np.all(np.abs(y - x @ w) <= largest_error(x, rounding_error(name, x, 1), w, w_error))
-    step = np.abs(w).max(0)  # of each output, up to a factor; multiplied into dy before that is rounded
+    step = np.maximum(np.abs(w).max(0), 1e-30)  # of each output, up to a factor: it multiplies dy before it is rounded
     own = largest_error(dy * step, rounding_error(name, dy * step, 1), (w / step).T, (w_error / step).T)
     assert np.all(np.abs(dx - dy @ w.T) <= own)
     np.testing.assert_allclose(dw, x.T @ dy, rtol=1e-5, atol=1e-5 * np.abs(dw).max())

@@ -56,7 +56,7 @@ class Int4Array(Int8Array):
         axis, size = axes[-1] % x.ndim - x.ndim, x.shape[axes[-1]]
         x = jnp.moveaxis(x, axis, -1).astype(jnp.float32)
         groups = x.reshape(*x.shape[:-1], -1, _GROUP if size % _GROUP == 0 else size)
-        scale = jnp.maximum(jnp.max(jnp.abs(groups), axis=-1), jnp.finfo(jnp.float32).tiny) / _LARGEST_INT4
+        scale = jnp.maximum(jnp.max(jnp.abs(groups), axis=-1) / _LARGEST_INT4, jnp.finfo(jnp.float32).tiny)
         nibbles = (jnp.round(groups / scale[..., None]) + _LARGEST_INT4).astype(jnp.uint8).reshape(x.shape)
         first, second = jnp.split(nibbles, 2, axis=-1)
         return cls(*(jnp.moveaxis(part, -1, axis) for part in (first | second << 4, scale)), axis)
@@ -101,5 +101,6 @@ def round_to(dtype: jnp.dtype, x: Float[Array, "..."], axes: tuple[int, ...]) ->
     """(values, scale) of x in int8 or an eight-bit float: the largest magnitude along the axes becomes its largest."""
     largest = _LARGEST if dtype == jnp.int8 else float(jnp.finfo(dtype).max)
     x = x.astype(jnp.float32)
-    scale = jnp.maximum(jnp.max(jnp.abs(x), axis=axes, keepdims=True), jnp.finfo(jnp.float32).tiny) / largest
+    # Never 0, so that zeros remain zeros: a CPU takes numbers below `tiny` for 0.
+    scale = jnp.maximum(jnp.max(jnp.abs(x), axis=axes, keepdims=True) / largest, jnp.finfo(jnp.float32).tiny)
     return (jnp.round(x / scale) if dtype == jnp.int8 else x / scale).astype(dtype), scale
