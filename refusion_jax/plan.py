@@ -8,9 +8,8 @@
 The step that `train` runs is compiled for the topology's chips by libtpu, on this machine. Memory is what the compiler
 assigns; FLOPs, memory traffic and collectives are counted in the compiled program. The time is a roofline of these
 counts against the chip's documented peaks, times what published training runs took of theirs on the same generation:
-a range, in which 95 % of such runs are expected (`python -m refusion_jax.bench calibration`). These train 7 to 70 B
-parameters in steps of seconds; the range says little about steps of milliseconds. TPU7x and the decoder have the
-roofline alone.
+a range, in which 95 % of such runs are expected (`python -m refusion_jax.bench calibration`). These train 7 to 512 B
+parameters in steps of seconds; the range says little about steps of milliseconds. The decoder has the roofline alone.
 --what=split searches where to cut a model between a device and a server (refusion_jax/split/README.md).
 --hlo reads the step of another framework, as its compiler wrote it down, and says the same of it.
 Exit code 2 where the run does not fit.

@@ -185,9 +185,6 @@ def test_a_calibrated_step_is_a_multiple_of_what_is_expected_and_lies_in_its_ran
     assert (times.fastest, times.slowest) == pytest.approx((times.step / 1.1, times.step * 1.1))
     lucky = dataclasses.replace(chip, calibration=Calibration(factor=1.01, spread=0.2, runs=3))
     assert estimate(costs, lucky).fastest == 4
-    alone = estimate(costs, dataclasses.replace(chip, calibration=None))
-    assert alone.step == alone.roofline
-    assert alone.fastest is None
 
 
 def test_what_is_narrower_than_the_matrix_unit_reaches_a_part_of_the_peak():

@@ -176,9 +176,6 @@ def test_a_chip_of_tpu7x_is_two_devices_and_its_collectives_are_counted():
     assert record["hbm_limit_gib"] < 96
     weights = 2 * 15.7e6 + 32_768 * 1024  # of a layer, and the embedding, which is the head
     assert record["collective_bytes_per_chip"] > weights * 2 * 7 / 8  # gathered once at least, in bfloat16
-    assert not record["calibrated"]
-    assert record["step_seconds"] == record["roofline_seconds"]
-    assert record["step_seconds_range"] is None
 
 
 @functools.cache

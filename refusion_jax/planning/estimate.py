@@ -5,9 +5,9 @@ whichever is longer. On newer chips the matrix unit is wider than an attention h
 only part of the peak. Collectives that the compiler overlaps with arithmetic are hidden unless they take longer than
 all the rest; for the others the chip waits.
 
-The calibration. Real steps are slower than the roofline, by much the same factor within a generation. Where published
-runs give that factor (`Chip.calibration`), the estimate is the factor times the roofline, after one correction:
-collectives that overlap with arithmetic without being fused with it are taken to be only partly hidden.
+The calibration. Real steps are slower than the roofline, by much the same factor within a generation, which published
+runs give (`Chip.calibration`). The estimate is this factor times the roofline, after one correction: collectives that
+overlap with arithmetic without being fused with it are taken to be only partly hidden.
 """
 
 import dataclasses
@@ -34,9 +34,9 @@ class Estimate:
     waiting: float  # collectives that are not overlapped
     roofline: float  # of the whole step
     expected: float  # the roofline with the part of overlapped collectives that is not hidden; not calibrated
-    step: float  # the estimate: calibrated if possible, else the roofline
-    fastest: float | None  # 95 % of runs are expected between these two, never below the roofline; None: uncalibrated
-    slowest: float | None
+    step: float  # the estimate, calibrated
+    fastest: float  # 95 % of runs are expected between these two, never below the roofline
+    slowest: float
 
     def mfu(self, model_flops: float, chip: Chip) -> float:
         """Model FLOPs utilization: model FLOPs of a chip in a step, over what it could do in that time."""
@@ -63,7 +63,7 @@ def estimate(costs: Costs, chip: Chip) -> Estimate:
     roofline = max(operations + waiting, ici, dcn)
     shown = _SHOWN_SHARE * unfused / chip.ici_bandwidth
     expected, known = max(operations + waiting + shown, ici, dcn), chip.calibration
-    step = expected * known.factor if known else roofline
+    step = expected * known.factor
     return Estimate(
         compute=compute,
         hbm=costs.bytes / chip.hbm_bandwidth,
@@ -74,6 +74,6 @@ def estimate(costs: Costs, chip: Chip) -> Estimate:
         roofline=roofline,
         expected=expected,
         step=step,
-        fastest=max(step / (1 + known.spread), roofline) if known else None,
-        slowest=step * (1 + known.spread) if known else None,
+        fastest=max(step / (1 + known.spread), roofline),
+        slowest=step * (1 + known.spread),
     )

