@@ -90,6 +90,7 @@ def test_a_run_that_could_be_faster_is_told_how():
     assert told("8b") == "--config.remat=products --config.mesh.data=2"
     assert told("8b", remat="products") == "--config.mesh.data=2"
     assert told("8b", kind="TPU v5", chips=32) == "--config.remat=products"
+    assert told("8b", kind="TPU7x", chips=128) == "--config.remat=products"  # two devices are a chip
     not_searched = [told("8b", chips=65), told("8b", kind="cpu"), told("8b", batch_size=256), told("4b")]
     assert [told("8b,v6e-64"), told("8b", row_length=8192), *not_searched] == [""] * 6
 

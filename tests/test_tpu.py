@@ -89,6 +89,7 @@ def test_every_shipped_config_fits_its_topologies_and_hardly_waits_for_others(na
     [
         *[("v5p:2x2x4", 1.15), ("v5p:2x4x4", 1.13), ("v5p:4x4x4", 1.14), ("v5e:16x16", 1.14)],
         *[("v6e:4x8", 1.06), ("v6e:8x8", 1.19), ("v6e:16x16", 1.3), ("v4:2x4x4", 1.07)],
+        ("tpu7x:4x4x4", 1.11),
     ],
 )
 def test_a_variant_for_a_slice_is_faster_than_the_size_as_shipped(slice, faster):

@@ -22,6 +22,7 @@ FASTEST: dict[tuple[int, int, int, int], dict[str, dict]] = {
         "v6e:8x8": {"remat": "products", "mesh.data": 2},
         "v6e:16x16": {"remat": "products", "mesh.data": 2, "batch_size": 256},
         "v5e:16x16": {"remat": "products", "mesh.data": 4, "batch_size": 256},
+        "tpu7x:4x4x4": {"remat": "products"},
     },
 }
 
@@ -32,7 +33,8 @@ def faster_settings(config: ml_collections.ConfigDict, devices: Sequence[jax.Dev
     shape = model.hidden_size, model.num_hidden_layers, model.num_attention_heads, model.intermediate_size
     for topology, settings in FASTEST.get(shape, {}).items():
         chip, sides = find_chip(topology), topology.split(":")[1].split("x")
-        is_here = chip.device_kind == devices[0].device_kind and math.prod(map(int, sides)) == len(devices)
+        there = math.prod(map(int, sides)) * chip.per_chip
+        is_here = (chip.device_kind, there) == (devices[0].device_kind, len(devices))
         if is_here and not changes(config, {key: settings.get(key, value) for key, value in _SEARCHED.items()}):
             return as_flags(changes(config, settings))
     return ""
