@@ -1,6 +1,7 @@
 """Lossless decoders: that drafts change no text, greedy or drawn, wherever they come from."""
 
 import collections
+import json
 import re
 
 import jax
@@ -20,10 +21,13 @@ from conftest import (
     tiny_config,
     tiny_model,
 )
+from etils import epath
 from flax import nnx
+from helpers import tiny_qwen3
 
-from refusion_jax import decode
+from refusion_jax import UserError, decode, load_model
 from refusion_jax.batch.rows import Rows
+from refusion_jax.checkpoints.load import find_tokenizer, load_for
 from refusion_jax.checkpoints.run_directory import write_model_config
 from refusion_jax.checkpoints.weights import save_params
 from refusion_jax.decoding.auxiliary import with_auxiliaries
@@ -160,3 +164,29 @@ def test_drafts_are_what_followed_the_longest_match_and_of_equal_ones_the_latest
         padded = jnp.array([ids + [ids[-1]] * 4])  # what comes after the text is never seen
         found, drafted = prompt_lookup.look_up(padded, jnp.array([len(ids)]), 3, ngram)
         assert [names[t] for t in found[0, : int(drafted[0])]] == expected.split(), text
+
+
+@pytest.mark.thorough
+def test_a_drafter_may_have_been_adapted_and_must_have_the_same_text_for_each_token(tmp_path):
+    """Its tokenizer then has the mask token that the model's has not, and its ids are the tokenizer's."""
+    plain, adapted = tmp_path / "plain", tmp_path / "adapted"
+    for path, ids in (
+        (plain, {"bos_token_id": 272, "eos_token_id": 274}),
+        (adapted, {"pad_token_id": 272, "eos_token_id": 274}),
+    ):
+        tiny_qwen3(path)
+        config = json.loads((path / "config.json").read_text())
+        config = {key: value for key, value in config.items() if not key.endswith("_token_id")}
+        (path / "config.json").write_text(json.dumps(config | ids))
+    tokenizer = find_tokenizer(epath.Path(adapted))
+    (adapted / "tokenizer.json").write_bytes(tokenizer.files["tokenizer.json"])
+    assert (adapted / "tokenizer.json").read_bytes() != (plain / "tokenizer.json").read_bytes()
+    s = settings("pard", drafter=str(adapted), draft_length=3)
+    prompts = tokenizer.encode(["What is the number?", "It"])
+    assert decode(load_for(plain, s), prompts, s).tokens == decode(load_model(plain), prompts, settings("ar")).tokens
+    swapped = json.loads((adapted / "tokenizer.json").read_text())
+    vocab = swapped["model"]["vocab"]
+    vocab["!"], vocab["?"] = vocab["?"], vocab["!"]
+    (adapted / "tokenizer.json").write_text(json.dumps(swapped))
+    with pytest.raises(UserError, match="has another tokenizer than .*: token [0-9]+ is other text"):
+        load_for(plain, s)

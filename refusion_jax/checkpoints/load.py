@@ -81,9 +81,9 @@ def load_for(
     for name in settings.auxiliary_models:
         other = getattr(settings, name)
         check_vocabulary(name, other, read_model_config(epath.Path(path)), read_model_config(epath.Path(other)))
-        files = [find_tokenizer_file(tokenizer_place(epath.Path(place))) for place in (path, other)]
-        if all(files) and files[0].read_bytes() != files[1].read_bytes():
-            raise SettingError("decode", name, other, f"has another tokenizer than {path}")
+        tokenizers = [find_tokenizer(epath.Path(place)) for place in (path, other)]
+        if all(tokenizers) and (token := first_difference(*tokenizers)) is not None:
+            raise SettingError("decode", name, other, f"has another tokenizer than {path}: token {token} is other text")
         auxiliary[name] = load_model(other, dtype, mesh, settings.weights)
     return with_auxiliaries(load_model(path, dtype, mesh, settings.weights), **auxiliary)
 

@@ -14,7 +14,7 @@ from refusion_jax.decoding.settings import Settings
 from refusion_jax.model.shape import ModelConfig
 from refusion_jax.model.transformer import Transformer, Wrapper
 
-_SAME = ("num_tokens", "pad_token_id", "bos_token_id", "eos_token_id")
+_SAME = ("num_tokens", "eos_token_id")  # no auxiliary model pads, or begins a text
 
 
 class WithAuxiliaries(Wrapper):
