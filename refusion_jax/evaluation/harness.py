@@ -208,8 +208,8 @@ class EvaluatedModel(TemplateLM):
     def _settings(self, task: str, options: dict[str, Any]) -> dict[str, Any]:
         """Decode settings of a request: flags override the request's options, which override those of the task file."""
         values = {"max_new_tokens": _NEW_TOKENS} | self.task_settings.get(task, {})
-        for length in [options[name] for name in _LENGTHS if options.get(name) is not None][:1]:
-            values["max_new_tokens"] = int(length)
+        length = next((options[name] for name in _LENGTHS if options.get(name) is not None), values["max_new_tokens"])
+        values["max_new_tokens"] = int(length)
         draws = options.get("do_sample", True) is not False
         values |= {name: options[name] for name in ("temperature", "top_p", "top_k") if draws and name in options}
         if "temperature" in values:
