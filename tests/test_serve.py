@@ -254,7 +254,8 @@ def test_a_stream_tells_the_log_probabilities_of_the_whole_answer(client):
     chat = how | {"messages": turns, "logprobs": True, "top_logprobs": 1}
     for create, asked in ((client.completions.create, text), (client.chat.completions.create, chat)):
         (whole,) = create(**asked).choices
-        pieces = [event.choices[0].logprobs for event in create(**asked, stream=True)]
+        asked = asked | {"stream": True, "extra_body": asked["extra_body"] | {"watch": True}}  # after each forward
+        pieces = [event.choices[0].logprobs for event in create(**asked)]
         told = [place for one in pieces if one for place in places(one)]
         for ours, expected in zip(told, places(whole.logprobs), strict=True):
             assert ours == (*expected[:2], expected[2] and pytest.approx(expected[2], abs=1e-3))
