@@ -93,7 +93,6 @@ STARTS_PROCESSES = (
     "evaluation.sandbox",
     "training.faults",
     "benchmarks.headline.runs",
-    "benchmarks.authors",
     "benchmarks._clients",
 )
 

@@ -62,14 +62,6 @@ def define_flags(own: flags.FlagValues) -> None:
     flags.DEFINE_list("batch_sizes", ["1", "8", "32"], "Rows at once, each measured", flag_values=own)
     number("prompts_per_row", 2, "Random prompts for every row of the batch")
     number("prompt_length", 32, "Tokens of a random prompt")
-    define_shared(own)
-
-
-def define_shared(own: flags.FlagValues) -> None:
-    """The flags of the model, the prompts and the setups, and --decode.NAME of what all setups share.
-
-    --setup names the method, and --batch_sizes the sizes.
-    """
     flags.DEFINE_string("checkpoint", None, "Trained weights; random ones by default", flag_values=own)
     flags.DEFINE_enum("size", "tiny", [*SIZES], "Shape of random weights", flag_values=own)
     dtypes = ["float32", "bfloat16"]
@@ -78,13 +70,7 @@ def define_shared(own: flags.FlagValues) -> None:
     flags.DEFINE_multi_string("setup", None, "A decoder and settings of its own, such as 'ar top_k=5'", flag_values=own)
     flags.DEFINE_integer("repeats", 3, "Interleaved repeats of each setup; the median counts", 1, flag_values=own)
     shared = {name: setting for name, setting in all_settings().items() if name not in ("method", "batch_size")}
-    command.define_settings(shared, own, _DEFAULTS)
-
-
-def read_shared(own: flags.FlagValues) -> dict[str, Any]:
-    """The values of the flags of `define_shared`."""
-    values = {name.removeprefix("decode."): own[name].value for name in own if name.startswith("decode.")}
-    return _DEFAULTS | {name: value for name, value in values.items() if value is not None}
+    command.define_settings(shared, own, _DEFAULTS)  # of all setups
 
 
 def main(own: flags.FlagValues) -> None:
@@ -109,7 +95,9 @@ def main(own: flags.FlagValues) -> None:
 
 def measure(model: Transformer, own: flags.FlagValues, batch_size: int, bandwidth: float) -> Iterator[dict]:
     """A record of each setup at one batch size, measured in interleaved repeats."""
-    shared = read_shared(own) | {"batch_size": batch_size}
+    given = {name.removeprefix("decode."): own[name].value for name in own if name.startswith("decode.")}
+    shared = _DEFAULTS | {name: value for name, value in given.items() if value is not None}
+    shared["batch_size"] = batch_size
     setups = {setup: read_setup(setup, shared, own.checkpoint) for setup in own.setup or default_system().decoders}
     models = {setup: model.rounded(settings.weights, settings.cache) for setup, settings in setups.items()}
     c = model.config
