@@ -20,7 +20,6 @@ from flax import nnx
 from helpers import wait_until
 
 from refusion_jax import decode
-from refusion_jax.benchmarks.split import Shaper
 from refusion_jax.checkpoints.load import open_weights, read_model_config, reader_of
 from refusion_jax.checkpoints.run_directory import write_model_config
 from refusion_jax.checkpoints.weights import save_params
@@ -52,15 +51,24 @@ def make_key(path):
     return path
 
 
-class Cutter(Shaper):
+class Cutter:
     """Forwards bytes between devices and a server, until it is told to cut all connections."""
 
-    def __init__(self, port: int):
-        self.open, self.passed, self.cut_at = [], 0, None
-        super().__init__(port)
+    def __init__(self, to: int):
+        self.to, self.open, self.passed, self.cut_at = to, [], 0, None
+        self._listening = socket.create_server(("127.0.0.1", 0))
+        self.port = self._listening.getsockname()[1]
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def _accept(self):
+        while True:
+            here, _ = self._listening.accept()
+            there = socket.create_connection(("127.0.0.1", self.to))
+            self.open += [here, there]
+            for pair in ((here, there), (there, here)):
+                threading.Thread(target=self._pass_on, args=pair, daemon=True).start()
 
     def _pass_on(self, a, b):
-        self.open += [a, b]
         try:
             while some := a.recv(1 << 16):
                 self.passed += len(some)

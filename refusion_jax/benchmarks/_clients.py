@@ -20,11 +20,11 @@ from refusion_jax.cli.errors import Failure
 
 
 @contextlib.contextmanager
-def serving(*command: str) -> Iterator[tuple[tuple[str, int], int]]:
-    """(host, port) and process id of a server, started by a command of ours, while the context lasts."""
-    line = [sys.executable, "-m", *command]
+def serving(*given: str) -> Iterator[tuple[tuple[str, int], int]]:
+    """(host, port) and process id of `serve`, started with these flags, while the context lasts."""
+    line = [sys.executable, "-m", "refusion_jax.serve", *given]
     with subprocess.Popen(line, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True) as process:
-        told = re.search(r"([^/ ]+):(\d+)(/v1)?$", process.stdout.readline())
+        told = re.search(r"([^/ ]+):(\d+)/v1$", process.stdout.readline())
         if not told:
             raise Failure(f"the server did not start: exit code {process.wait()}")
         try:

@@ -78,7 +78,7 @@ def main(own: flags.FlagValues) -> None:
         method, *settings = own.setup.split()
         settings += [f"method={method}", f"batch_size={own.rows}", f"max_new_tokens={own.new_tokens}"]
         flags_given = [f"--checkpoint={checkpoint}", "--port=0", *(f"--decode.{setting}" for setting in settings)]
-        address, pid = stack.enter_context(serving("refusion_jax.serve", *flags_given))
+        address, pid = stack.enter_context(serving(*flags_given))
         if own.minutes:
             return print(json.dumps({"benchmark": "serve"} | _soaked(address, pid, clients, own)))
         records = list(_at_rate(address, own) if own.rate else _by_clients(address, checkpoint, clients, own))
