@@ -114,10 +114,6 @@ BAD = {
     ),
     "empty stop string": ([*GENERATE, "--prompt=x", "--stop="], "--stop=: is empty"),
     "two configs": (["train", "--config=a.py", "--config=b.py"], "--config=a.py --config=b.py: give one config, and"),
-    "a model too small to split": (
-        ["bench", "split", "--key={dir}/good.jsonl", "--setup=refusion {run}"],
-        "--layers=1: leaves none of the 1 layers to the server",
-    ),
     "counts that nobody made": (["bench", "calibration", "--output={dir}/new"], "new: only --compile makes new counts"),
     "output is a directory": ([*ONE, "--output={dir}"], "is a directory"),
     "tokenizer of nothing": (["train_tokenizer", "--input={dir}/none.txt", "--output={dir}/t.model"], "does not exist"),
@@ -184,10 +180,6 @@ BAD = {
     ),
     "numbers that are no digits": (["bench", "decode", "--batch_sizes=8,²"], "must be numbers from 1 to"),
     "setup without a decoder": (["bench", "decode", "--setup="], "unknown"),
-    "setup without a model": (
-        ["bench", "split", "--key={dir}/good.jsonl", "--setup=ar"],
-        "--setup=ar: must be a decoder",
-    ),
     "inspecting nothing": (["inspect_data", "--data={dir}"], "holds no rows (there is no manifest.json)"),
     "inspecting by no run": (
         ["inspect_data", "--config=configs/quickstart.py", "--workdir={dir}"],
