@@ -2,12 +2,14 @@
 
 import contextlib
 import dataclasses
+import errno
 import json
 import random
 import shutil
 import socket
 import subprocess
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -33,6 +35,7 @@ from refusion_jax.split.link import Link
 from refusion_jax.split.model import Packing, SplitModel, Upper
 from refusion_jax.split.parts import fingerprint, load_part, part_of
 from refusion_jax.split.service import LayerService
+from refusion_jax.split.session import DeviceSession
 from refusion_jax.systems.registry import find_decoder
 
 EXACT = CODECS["exact"]
@@ -147,8 +150,11 @@ def test_hidden_states_cross_within_their_bound(D):
 
 
 @pytest.mark.thorough
-def test_an_answer_goes_on_where_the_connection_broke(served, model, key):
-    """The connection is cut five times; then the server forgets all; then the other way round it ends in one line."""
+def test_an_answer_goes_on_where_the_connection_broke(served, model, key, monkeypatch):
+    """The connection is cut five times; then the server forgets all; then the other way round it ends in one line.
+
+    So it does where the server can be reached, but gives no answer.
+    """
     service, cutter = served
     whole = decode(model, PROMPTS, settings("idlm", batch_size=2)).tokens
     link = link_to(served, model, key)
@@ -171,6 +177,9 @@ def test_an_answer_goes_on_where_the_connection_broke(served, model, key):
     with pytest.raises(Failure, match="is not to be reached"):
         tokens()
     link.close()
+    monkeypatch.setattr(DeviceSession, "deal", lambda *_: None)
+    with pytest.raises(Failure, match="is not to be reached"):
+        decoding(model, link_to(served, model, key, patience=1.0), "idlm", batch_size=2)()
 
 
 def test_several_devices_are_computed_together(served, model, key, monkeypatch):
@@ -222,7 +231,7 @@ def test_malformed_frames_are_refused(served, model, key):
     }  # fmt: skip
 
     def replies(*sent: bytes) -> list:
-        with talking(served) as there:
+        with talking(served[0]) as there:
             there.sendall(b"".join(sent))
             got = []
             while not got or isinstance(got[-1], frames.Welcome):
@@ -264,29 +273,94 @@ def test_a_message_that_comes_twice_is_dealt_with_once(served, model):
         frames.send(there, message)
         return frames.receive(there)[0]
 
-    with talking(served) as there:
+    with talking(served[0]) as there:
         assert answer(there, hello) == frames.Welcome(0, 0.0, 0.0)
         frames.send(there, frames.Start(1, 1, 16))
         first = answer(there, forward(2, 1.0, zero))
         assert answer(there, forward(2, -3.0, zero)) == first
         frames.send(there, frames.Start(1, 1, 16))  # would empty the cache
         second = answer(there, forward(3, 2.0, one))
-    with talking(served) as there:
+    with talking(served[0]) as there:
         assert answer(there, dataclasses.replace(hello, last=3)) == frames.Welcome(3, 0.0, 0.0)
         assert answer(there, forward(3, -3.0, one)) == second
         frames.send(there, frames.Bye(3))
-    with talking(served) as there:  # once each, they give the same
+    with talking(served[0]) as there:  # once each, they give the same
         answer(there, dataclasses.replace(hello, session=b"once" + bytes(12)))
         frames.send(there, frames.Start(1, 1, 16))
         assert [answer(there, forward(2, 1.0, zero)), answer(there, forward(3, 2.0, one))] == [first, second]
 
 
+def test_a_slow_link_is_not_a_lost_one():
+    """A message takes longer than the patience, and none of its parts does."""
+    here, there = socket.socketpair()
+    sent = frames.Result(1, bytes(1 << 21))
+
+    def read(received):
+        while some := there.recv(1 << 16):
+            received += some
+            time.sleep(0.15)
+
+    with ThreadPoolExecutor(1) as reader, there, here:
+        here.settimeout(4.0)
+        received = bytearray()
+        done = reader.submit(read, received)
+        frames.send(here, sent)
+        here.shutdown(socket.SHUT_WR)
+        done.result()
+    assert received == frames.pack(sent)
+
+
+class FullSocket(socket.socket):
+    """No descriptor is left for its first connection, as where a stranger has opened a thousand."""
+
+    is_full = True
+
+    def accept(self):
+        if self.is_full:
+            self.is_full = False
+            raise OSError(errno.EMFILE, "Too many open files")
+        return super().accept()
+
+
+def test_strangers_and_lost_devices_do_not_keep_others_out(model, key, monkeypatch):
+    """Want of descriptors is waited out; a killed device's caches make room for it; a silent one's connection ends."""
+    memory = 2 * Upper(part_of(model, 1, 3)).cache_bytes(1, 16)
+    service = LayerService(reader_of(model), model.config, memory, "float32")
+    listening, tls = FullSocket(), frames.secured(key, is_server=True)
+    listening.bind(("127.0.0.1", 0))
+    listening.listen()
+    threading.Thread(target=service.listen, args=(listening, tls), daemon=True).start()
+    Link(listening.getsockname(), key, stamp_of(model), 1, "exact", 300.0).close()
+
+    def is_served(there):
+        frames.send(there, frames.Hello(frames.VERSION, stamp_of(model), 1, "exact", random.randbytes(16), 0))
+        assert isinstance(frames.receive(there)[0], frames.Welcome)
+        one, zero = np.int32(1).tobytes(), np.int32(0).tobytes()
+        tokens = EXACT.encode(np.zeros((1, model.config.hidden_size), np.float32))
+        frames.send(there, frames.Start(1, 1, 16))
+        with contextlib.suppress(OSError):  # refused before
+            frames.send(there, frames.Forward(2, True, 1, 1, 1, 1, one, zero, zero, b"", tokens))
+        return isinstance(frames.receive(there)[0], frames.Result)
+
+    def is_another_served():
+        with talking(service) as another:
+            return is_served(another)
+
+    with talking(service) as first:
+        assert is_served(first)
+        assert not is_another_served()
+    wait_until(is_another_served, seconds=60)
+    monkeypatch.setattr("refusion_jax.split.service._KEEP", 0.1)
+    with Link(listening.getsockname(), key, stamp_of(model), 1, "exact", 60.0)._connection as silent:
+        assert silent.recv(1) == b""
+
+
 @contextlib.contextmanager
-def talking(served):
+def talking(service):
     """A connection to the service without TLS."""
     here, there = socket.socketpair()
     with here, there:
-        threading.Thread(target=served[0].talk, args=(there,)).start()
+        threading.Thread(target=service.talk, args=(there,)).start()
         yield here
 
 
@@ -295,6 +369,13 @@ def test_only_holders_of_the_key_and_the_model_are_served(served, model, key, tm
         link_to(served, model, make_key(tmp_path / "other.pem"))
     with pytest.raises(UserError, match="another model"):
         link_to(served, sharp_model(1), key)
+
+
+def test_a_model_whose_last_layer_alone_was_trained_is_another(model, monkeypatch):
+    monkeypatch.setattr("refusion_jax.split.parts._HASHED", 8)  # less than a layer has, as in models of any use
+    other = nnx.clone(model)
+    nnx.update(other.layers, jax.tree.map(lambda w: w.at[-1].add(1), nnx.state(other.layers)))
+    assert stamp_of(other) != stamp_of(model)
 
 
 @pytest.mark.parametrize("kind", ["run", "Hugging Face"])

@@ -19,8 +19,9 @@ import msgpack
 
 from refusion_jax.cli.errors import UserError
 
-VERSION = 2
+VERSION = 3
 LARGEST = 1 << 28  # bytes of a message
+_PART = 1 << 16  # bytes that are sent at once
 _HEADER = struct.Struct("!II")  # bytes of the message, their CRC-32
 _MOST = (1 << 31) - 1  # of a number
 
@@ -150,9 +151,10 @@ def unpack(body: bytes, checksum: int) -> Message:
 
 
 def send(connection: socket.socket, message: Message) -> int:
-    """Sends a message: its bytes."""
-    frame = pack(message)
-    connection.sendall(frame)
+    """Sends a message: its bytes. The timeout of the connection is one of each part: a slow link takes long for all."""
+    frame = memoryview(pack(message))
+    for at in range(0, len(frame), _PART):
+        connection.sendall(frame[at : at + _PART])
     return len(frame)
 
 

@@ -52,7 +52,6 @@ class Link:
         self.sent = self.received = 0  # bytes of frames
         self.round_trips = 0  # results that were waited for
         self.crossed = self.crossed_exactly = 0  # bytes of hidden states, and what they would be in their own dtype
-        self.fed = 0  # tokens of forwards whose results were waited for
         self.begin()
 
     def begin(self, codec: str = "") -> None:
@@ -61,6 +60,8 @@ class Link:
         self._hello = dataclasses.replace(self._hello, session=secrets.token_bytes(16), codec=codec)
         self._codec = CODECS[codec]
         self._number = self._last = 0  # of the last message, and of the last result
+        self._dealt = -1  # of the last message that the server is known to have dealt with; 0: it knows the session
+        self._lost_at: float | None = None  # when the connection first broke since then
         self._unconfirmed: list[frames.Message] = []
         self._waiting: tuple | None = None  # a forward pass of which it is not known whether its result is wanted
         self._given: np.ndarray | None = None  # of the rows that are being filled: their given tokens
@@ -131,7 +132,6 @@ class Link:
         *_, index, fed = self._waiting
         result = self._result(self._flush(is_wanted=True))
         self.round_trips += 1
-        self.fed += int(fed.sum())
         is_fed = np.arange(packing.width)[None] < fed[:, None]
         out = np.zeros(shape.shape, shape.dtype)
         x = self._codec.decode(result.tokens, is_fed.sum(), shape.shape[-1], shape.dtype)
@@ -193,18 +193,26 @@ class Link:
                 raise frames.FrameError("the server sent what it was not asked for")
             if message.number == number:
                 self._last = number
+                self._goes_on(number)
                 self._unconfirmed = [each for each in self._unconfirmed if each.number > number]
                 return message
 
     def _reach(self) -> frames.Welcome:
-        """Connects, again if need be, and sends what the server has not dealt with."""
-        is_first = self._connection is None
-        until, why = time.monotonic() + (0 if is_first else self._patience), None
+        """Connects, again if need be, and sends what the server has not dealt with.
+
+        The patience is counted from the first break since the server was last seen to go on: one that can be reached,
+        but whose answers never come, is lost, too.
+        """
+        self._lost_at = self._lost_at or time.monotonic()
+        until, why = self._lost_at + (self._patience if self._connection else 0), None
         while True:
             if self._connection:
                 self._connection.close()
             try:
-                return self._connect()
+                welcome = self._connect()
+                if self._lost_at and time.monotonic() > until:
+                    raise TimeoutError("no answer comes")
+                return welcome
             except ssl.SSLCertVerificationError as error:
                 raise UserError("the server has another --key") from error
             except (UserError, Failure):
@@ -231,10 +239,16 @@ class Link:
             raise frames.FrameError("the server did not introduce itself")
         if message.last < self._number - len(self._unconfirmed):
             raise SessionLost("the server has forgotten what it was sent")
+        self._goes_on(message.last)
         for each in self._unconfirmed:
             if each.number > message.last:
                 self.sent += frames.send(self._connection, each)
         return message
+
+    def _goes_on(self, dealt: int) -> None:
+        """The server has dealt with the messages up to this one."""
+        if dealt > self._dealt:
+            self._dealt, self._lost_at = dealt, None
 
 
 def _packed(packing: Packing, index: np.ndarray, is_fed: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

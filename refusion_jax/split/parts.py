@@ -69,11 +69,16 @@ def abstract_part(config: ModelConfig, first: int, end: int, dtype: str) -> Tran
 
 
 def fingerprint(read: Reader, config: ModelConfig, dtype: str) -> bytes:
-    """16 bytes that differ between models: from their shape, their dtype, and the first values of every weight."""
+    """16 bytes that differ between models: from their shape, dtype, and the first and the last values of every weight.
+
+    Both ends, because training is often of the last layers alone.
+    """
     content = hashlib.blake2b(f"{config} {dtype}".encode(), digest_size=16)
     whole = nnx.to_pure_dict(nnx.state(nnx.eval_shape(lambda: Transformer(config, nnx.Rngs(0), dtype))))
     for path, weight in jax.tree.leaves_with_path(whole):
         name = tuple(key.key for key in path)
-        entries = min(-(-_HASHED // math.prod(weight.shape[1:])), weight.shape[0])
-        content.update(read(name, slice(0, entries)).reshape(-1)[:_HASHED].astype(np.float32).tobytes())
+        end = weight.shape[0]
+        entries = min(-(-_HASHED // math.prod(weight.shape[1:])), end)
+        for part in (slice(0, entries), slice(end - entries, end)):
+            content.update(read(name, part).reshape(-1)[:_HASHED].astype(np.float32).tobytes())
     return content.digest()

@@ -19,7 +19,7 @@ from refusion_jax.split.session import DeviceSession
 
 _MOST_CONNECTIONS = 64
 _HANDSHAKE = 20  # seconds
-_KEEP = 600  # seconds for which a session is kept without a connection
+_KEEP = 600  # seconds for which a connection may be silent, and a session is kept without one
 
 
 class LayerService:
@@ -40,11 +40,12 @@ class LayerService:
 
     def listen(self, listening: socket.socket, tls: ssl.SSLContext) -> None:
         """Accepts devices until the socket is closed."""
-        while True:
+        while listening.fileno() >= 0:
             try:
                 plain, _ = listening.accept()
-            except OSError:
-                return
+            except OSError:  # no descriptor is left: those that say nothing are let go after _HANDSHAKE
+                time.sleep(0.1)
+                continue
             threading.Thread(target=self._serve, args=(plain, tls), daemon=True).start()
 
     def _serve(self, plain: socket.socket, tls: ssl.SSLContext) -> None:
@@ -74,11 +75,19 @@ class LayerService:
         if not isinstance(hello, frames.Hello) or len(hello.session) != 16:
             raise frames.FrameError("a device must introduce itself first")
         self._check(hello)
-        connection.settimeout(None)
+        connection.settimeout(_KEEP)  # a device that has lost its power would keep its place for ever
         if not hello.layers:
             self._be_measured(connection)
             return
         session = self._find(hello, connection)
+        try:
+            self._serve_session(session, hello, connection)
+        finally:
+            with self._lock:
+                if session.connection is connection:
+                    session.connection = None
+
+    def _serve_session(self, session: DeviceSession, hello: frames.Hello, connection: socket.socket) -> None:
         with session.lock:  # what the last connection has begun is finished
             frames.send(connection, frames.Welcome(session.last, 0.0, 0.0))
             if session.result and session.result.number > hello.last:
@@ -126,8 +135,8 @@ class LayerService:
                 upper = self._uppers[hello.layers] = Upper(part)
         with self._lock:
             now = time.monotonic()
-            for name in [name for name, each in self._sessions.items() if now - each.seen > _KEEP]:
-                if not self._sessions[name].lock.locked():
+            for name in self._left():
+                if now - self._sessions[name].seen > _KEEP:
                     del self._sessions[name]
             session = self._sessions.get(hello.session)
             if session is None:
@@ -139,10 +148,22 @@ class LayerService:
             session.connection, session.seen = connection, now
             return session
 
+    def _left(self) -> list[bytes]:
+        """The sessions without a connection, the oldest first; asked under the lock."""
+        return [name for name, each in self._sessions.items() if each.connection is None]
+
     def _reserve(self, session: DeviceSession, size: int) -> None:
-        """Takes so many bytes for the caches of a session, in place of those that it has."""
+        """Takes so many bytes for the caches of a session, in place of those that it has.
+
+        Sessions without a connection make room: as a rule their devices were killed, and come back with another one.
+        """
         with self._lock:
-            others = sum(each.cache_bytes for each in self._sessions.values() if each is not session)
-            if others + size > self._memory:
-                raise UserError(f"the caches of all devices would take {(others + size) / 2**30:.1f} GiB of --memory")
+            session.cache_bytes = 0
+            room = self._memory - size - sum(each.cache_bytes for each in self._sessions.values())
+            left = self._left()
+            while room < 0 and left:
+                room += self._sessions.pop(left.pop(0)).cache_bytes
+            if room < 0:
+                wanted = f"{(self._memory - room) / 2**30:.2g} GiB of its --memory={self._memory / 2**30:.2g}"
+                raise UserError(f"the caches of all devices would take {wanted}")
             session.cache_bytes = size
