@@ -19,7 +19,7 @@ from conftest import tiny_config
 from etils import epath
 from flax import nnx
 
-from refusion_jax import UserError
+from refusion_jax import UserError, load_model
 from refusion_jax.checkpoints import checksums
 from refusion_jax.checkpoints import manager as checkpoints_module
 from refusion_jax.checkpoints.directory import TEMPORARY, find_step, is_complete, saved_steps
@@ -129,6 +129,12 @@ def test_weights_of_another_shape_are_named(tmp_path, capfd):
     with pytest.raises(UserError, match=said):
         restore_params(tmp_path, wanted)
     assert "Event loop" not in capfd.readouterr().err
+
+
+def test_a_model_is_loaded_in_a_precision_that_there_is(tmp_path):
+    for how, said in (({"dtype": "int8"}, "dtype=int8: must be float32"), ({"weights": "int4"}, "known: same, int8")):
+        with pytest.raises(UserError, match=said):
+            load_model(tmp_path, **how)
 
 
 def test_a_step_is_found_from_a_run_its_checkpoints_or_itself(tmp_path):

@@ -81,7 +81,7 @@ def test_it_is_the_product_of_one_token_after_the_other():
         for prompt, text in zip(PROMPTS, texts, strict=True):
             slots = range(-(-len(text) // slot_size))
             order = list(slots)[::-1] if backwards else list(slots)
-            got = log_likelihood(model, [prompt], [text], slot_size=slot_size, order=order)[0]
+            got = log_likelihood(model, [prompt], [text], slot_size=slot_size, order=np.array(order))[0]
             assert abs(got - step_by_step(model, prompt, text, slot_size, order)) < 1e-4
 
 
@@ -162,6 +162,9 @@ def test_of_masked_diffusion_it_is_a_bound_with_its_error():
         ({"order": [1]}, "must name each of its 2 slots"),
         ({"order": "backwards"}, "must be left_to_right, random, or a list"),
         ({"slot_size": 0}, "slot_size=0: must be at least 1"),
+        ({"slot_size": 2.0}, "slot_size=2.0: must be at least 1, a whole number"),
+        ({"prompts": ["text"]}, "text 0: must be a list of token ids"),
+        ({"continuations": [[5.5]]}, "text 0: must be a list of token ids"),
         ({"continuations": [[5, 30, 5]]}, "text 0: holds an id outside 0 to 29"),
         ({"continuations": [[5] * 300]}, "text 0: has 301 tokens, and the model reads 256"),
         ({"method": "ar", "continuations": [[5] * 257]}, "text 0: has 258 tokens, and the model reads 256"),

@@ -81,6 +81,9 @@ def test_a_new_system_is_found_by_its_name_and_trains_and_decodes(monkeypatch):
     assert decode(model, PROMPTS, settings("toy")) == decode(model, PROMPTS, settings("llada"))
     with pytest.raises(UserError, match="has this name"):
         registry.register(dataclasses.replace(toy, section=named("other")))
+    changed = {"toy": type("Toy", (llada.decoders["llada"],), {})}  # as when a cell of a notebook is run again
+    registry.register(dataclasses.replace(toy, decoders=changed))
+    assert registry.find_decoder("toy") is changed["toy"]
     odd = dataclasses.make_dataclass(
         "Odd", [("block_length", float, setting(0.5, "A share"))], bases=(Settings,), frozen=True
     )

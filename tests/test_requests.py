@@ -40,7 +40,7 @@ def test_a_default_length_is_of_no_interest_to_a_template_and_told_where_it_does
 
 def test_prompts_may_be_arrays_and_noise_is_what_the_request_says():
     model, own = sharp_model(), settings("sequential", temperature=1.5)
-    array = Request(np.array([BOS, 5, 9]), (4, np.array([7, 8])), noise=3)
+    array = Request(np.array([BOS, 5, 9]), (np.int64(4), np.array([7, 8])), noise=3)
     out = decode(model, [[BOS], array, Request([BOS, 5, 9], (4, [7, 8]), noise=3)], own)
     assert out.tokens[1] == out.tokens[2]
     assert json.loads(json.dumps(out.tokens)) == out.tokens
@@ -78,8 +78,9 @@ def test_text_after_a_gap_changes_what_is_written_into_it():
     ],
 )
 def test_impossible_settings_are_refused(changes, said):
+    """Whether they are numbers of Python's or of numpy's."""
     with pytest.raises(UserError, match=f"^{said}"):
-        DecodeSettings(**changes)
+        DecodeSettings(**{name: x if isinstance(x, str) else np.asarray(x)[()] for name, x in changes.items()})
 
 
 @pytest.mark.parametrize(
@@ -87,6 +88,7 @@ def test_impossible_settings_are_refused(changes, said):
     [
         ([], {}, "prompt 1: is empty"),
         ([BOS, 30], {}, "prompt 1: holds an id outside 0 to 29"),  # the embedding has rows up to 31
+        *((wrong, {}, "prompt 1: must be a list of token ids") for wrong in ("text", 7, [5.5], [[5], [6, 7]])),
         ([BOS] * 20, {"cache_length": 30}, "prompt 1: has 20 tokens, and 16 new ones do not fit.*cache of 30"),
         ([BOS], {"mask_id": 32}, "mask_id=32: is no token of this model"),
     ],

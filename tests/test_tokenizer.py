@@ -41,6 +41,8 @@ def test_special_tokens_have_ids_of_their_own_and_leave_no_text(tokenizer):
     (ids,) = tokenizer.encode(["plum"])
     assert tokenizer.decode([tokenizer.bos_id, *ids, tokenizer.mask_id, tokenizer.eos_id]) == "plum"
     assert not any(map(tokenizer.spelling, special))
+    with pytest.raises(UserError, match="prompts='plum': must be a list of texts"):
+        tokenizer.encode_prompts("plum")
 
 
 def test_digits_are_tokens_of_their_own_however_common_a_number_is():

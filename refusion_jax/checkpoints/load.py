@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from absl import logging
 from etils import epath
@@ -15,6 +16,7 @@ from refusion_jax.checkpoints import checksums, run_directory
 from refusion_jax.checkpoints.directory import find_step
 from refusion_jax.checkpoints.weights import Reader, open_params, restore_params, stored_dtype
 from refusion_jax.cli.errors import SettingError, UserError, naming
+from refusion_jax.cli.settings import declared
 from refusion_jax.data.fast_tokenizer import find_tokenizer_file, first_difference, load_tokenizer_file
 from refusion_jax.data.interface import Tokenizer
 from refusion_jax.data.tokenizer import MASK_PIECE
@@ -55,6 +57,9 @@ def load_model(
     Raises:
       UserError: where there is no model that we can read, or the mesh does not fit its weights.
     """
+    if (name := jnp.dtype(dtype).name) not in ("float32", "bfloat16"):
+        raise UserError(f"dtype={name}: must be float32 or bfloat16")
+    declared(Settings)["weights"].check("decode", "weights", weights)
     path = epath.Path(path)
     config = read_model_config(path)
     mesh = mesh or make_mesh({}, jax.devices()[:1])

@@ -5,7 +5,8 @@ Everything here runs on the host, once per request. Axes: R requests, N places o
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+import operator
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -61,7 +62,7 @@ class Request:
     def given(self) -> tuple[list[int], list[int]]:
         """(tokens, their positions in the text) of all that is given, in text order."""
         given = [(places, tokens) for places, tokens in self.parts if tokens is not None]
-        tokens = [token for _, some in given for token in np.asarray(some, np.int64).tolist()]
+        tokens = [token for _, some in given for token in some]
         return tokens, [place for places, _ in given for place in places]
 
     @property
@@ -164,21 +165,26 @@ def prefill_chunk(requests: Sequence[Request]) -> int:
 
 
 def prepare(requests: Sequence[Sequence[int] | Request], settings: Settings, model: ModelConfig) -> list[Request]:
-    """Checks prompts and requests, and completes their settings; UserError names the request, reason and remedy."""
+    """Checks prompts and requests, and completes their settings; UserError names the request, reason and remedy.
+
+    Tokens may be any sequences or arrays of whole numbers; those of the result are lists.
+    """
     room = settings.cache_length or model.max_position_embeddings
     if model.local_rope and room > model.max_position_embeddings:
         settings.refuse("cache_length", f"the model's local layers attend to {model.max_position_embeddings} tokens")
     of_call = {name: getattr(settings, name) for name in scope(Settings, "batch")}
-    named = []
+    filled = []
     for i, request in enumerate(requests):
         request = request if isinstance(request, Request) else Request(request)
         default, own = (0, request.settings) if request.settings else (i, settings)
         noise = default if request.noise is None else request.noise
-        own = dataclasses.replace(own, **of_call)
-        named.append(dataclasses.replace(request, name=request.name or f"prompt {i}", settings=own, noise=noise))
-    filled = [dataclasses.replace(request, settings=_complete(request, model, room)) for request in named]
-    for request in filled:
-        _check(request, model.num_tokens, room)
+        own, name = dataclasses.replace(own, **of_call), request.name or f"prompt {i}"
+        parts = (int(x) if isinstance(x, int | np.integer) else token_ids(name, x) for x in request.template)
+        prompt, template = token_ids(name, request.prompt), tuple(parts)
+        changed = {"prompt": prompt, "template": template, "settings": own, "noise": noise, "name": name}
+        request = dataclasses.replace(request, **changed)
+        filled.append(dataclasses.replace(request, settings=_complete(request, model, room)))
+        _check(filled[-1], model.num_tokens, room)
     return filled
 
 
@@ -193,6 +199,15 @@ def _complete(request: Request, model: ModelConfig, room: int) -> Settings:
         raise UserError(f"{request.name}: {error} of what fits after its {len(request.prompt)} tokens") from error
 
 
+def token_ids(name: str, given: Iterable[int]) -> list[int]:
+    """Token ids as a list, whatever holds them; UserError, which names the text, where they are none."""
+    try:
+        return [operator.index(token) for token in given]
+    except TypeError as error:
+        why = "must be a list of token ids, as the encode_prompts of a tokenizer makes of each text"
+        raise UserError(f"{name}: {why}") from error
+
+
 def check_tokens(name: str, given: Sequence[int], num_tokens: int) -> None:
     """Raises UserError, which names the text, where it has no tokens, or one that the model does not know."""
     if not given:
@@ -202,8 +217,7 @@ def check_tokens(name: str, given: Sequence[int], num_tokens: int) -> None:
 
 
 def _check(request: Request, num_tokens: int, room: int) -> None:
-    given = [token for _, tokens in request.parts if tokens is not None for token in tokens]
-    gaps = [piece for piece in request.template if isinstance(piece, int)]
+    given, gaps = request.given[0], [piece for piece in request.template if isinstance(piece, int)]
     check_tokens(request.name, given, num_tokens)
     if request.template and (not gaps or min(gaps) < 1):
         raise UserError(f"{request.name}: a template needs gaps, each of at least one token")
@@ -235,7 +249,7 @@ def read_answer(
     text = dict(zip(positions, tokens, strict=True))
     end = min((at for at, token in text.items() if token == eos_id), default=None)
     for given, own in request.parts[1:]:  # without the prompt, which may be long
-        text |= {} if own is None else dict(zip(given, map(int, own), strict=True))
+        text |= {} if own is None else dict(zip(given, own, strict=True))
     places = [at for at in sorted(text) if end is None or at <= end]
     if is_ended:
         places = [at for number, at in enumerate(places, len(request.prompt)) if number == at]

@@ -23,6 +23,7 @@ from refusion_jax.cli.settings import declared
 from refusion_jax.data.interface import Tokenizer
 from refusion_jax.data.packing import fit
 from refusion_jax.decoding.queue import mesh_of
+from refusion_jax.decoding.requests import check_tokens, token_ids
 from refusion_jax.distributed import sharding
 from refusion_jax.distributed.processes import fetch
 from refusion_jax.evaluation.hosts import Hosts
@@ -97,6 +98,7 @@ def likelihoods(
     system = system_of(method) if method else default_system()
     if system.scoring is None:
         raise UserError(f"the likelihood of {system.name} models is not known")
+    order = order if isinstance(order, str) else [*order]
     texts = _checked(model, method, prompts, continuations, slot_size, order, draws)
     keys = range(len(texts)) if keys is None else keys
     draws = _draws(system, order, draws)
@@ -217,18 +219,18 @@ def _checked(model, method, prompts, continuations, slot_size, order, draws) -> 
     if isinstance(order, str) and order not in ("left_to_right", "random"):
         raise UserError(f"order={order}: must be left_to_right, random, or a list of slots")
     for name, value, least in (("slot_size", slot_size, 1), ("draws", draws, 0)):
-        if value < least:
-            raise UserError(f"{name}={value}: must be at least {least}")
+        if not isinstance(value, int | np.integer) or value < least:
+            raise UserError(f"{name}={value}: must be at least {least}, a whole number")
     c, texts = model.config, []
     for number, (prompt, continuation) in enumerate(zip(prompts, continuations, strict=True)):
-        ids = np.array([*prompt, *continuation], np.int32)
-        if len(ids) and not 0 <= ids.min() <= ids.max() < c.num_tokens:
-            raise UserError(f"text {number}: holds an id outside 0 to {c.num_tokens - 1}")
+        prompt, continuation = (token_ids(f"text {number}", given) for given in (prompt, continuation))
+        if ids := prompt + continuation:
+            check_tokens(f"text {number}", ids, c.num_tokens)
         if len(ids) > longest_scored(model, method):
             raise UserError(
                 f"text {number}: has {len(ids)} tokens, and the model reads {c.max_position_embeddings}: shorten it"
             )
-        texts.append((ids[: len(prompt)], ids[len(prompt) :]))
+        texts.append((np.array(prompt, np.int32), np.array(continuation, np.int32)))
     return texts
 
 

@@ -38,6 +38,8 @@ def DecodeSettings(method: str = "", **settings: Any) -> Settings:  # noqa: N802
       SettingError: for a setting that no decoder has, or an impossible value.
     """
     method = method or next(iter(default_system().decoders))
+    # What numpy and JAX compute are numbers of theirs, of which a decoder could not be compiled.
+    settings = {name: x.item() if getattr(x, "shape", None) == () else x for name, x in settings.items()}
     own, every = find_decoder(method).settings, all_settings()
     for name in [name for name in settings if name not in declared(own)]:
         if name not in every:

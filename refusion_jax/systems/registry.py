@@ -25,9 +25,15 @@ _registered: dict[str, System] = {}
 
 
 def register(system: System) -> System:
-    """Registers a system by its name; UserError where it lacks something or takes something from the others."""
-    if system not in systems().values():
-        _check(system, systems().values())
+    """Registers a system by its name; UserError where it lacks something or takes something from the others.
+
+    One that was registered by this name, with the same config section, gives way: a cell of a notebook is run again.
+    """
+    others = systems()
+    if system.name in _registered and others[system.name].section.name == system.section.name:
+        del others[system.name]
+    if system not in others.values():
+        _check(system, others.values())
         _registered[system.name] = system
     return system
 
