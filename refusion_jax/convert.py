@@ -35,7 +35,7 @@ from refusion_jax.cli.paths import is_remote
 from refusion_jax.cli.progress import track
 from refusion_jax.config.model_card import model_card
 from refusion_jax.distributed import sharding
-from refusion_jax.distributed.storage import read_file, remove, write_file
+from refusion_jax.distributed.storage import absolute, read_file, remove, write_file
 from refusion_jax.model import huggingface, huggingface_config, peft
 from refusion_jax.model.abstract import abstract_transformer
 from refusion_jax.systems.interface import SHARED_CODE
@@ -126,7 +126,7 @@ def main() -> None:
             to_orbax(source, partial, dtype, _MASK.value)
         elif _FORMAT.value == "peft":
             lora, trained, base = read_trained(source)
-            peft.write(partial, lora, trained, base)
+            peft.write(partial, lora, trained, absolute(base))  # PEFT takes other names for those of a hub
         else:
             to_huggingface(source, partial, dtype)
         if partial != target:

@@ -123,7 +123,7 @@ def test_adapters_are_trained_alone_saved_alone_and_merged_on_export(source, tmp
 @pytest.mark.thorough
 def test_adapters_go_to_peft_and_come_back(source, tmp_path):
     flags = {"lora.rank": 4, "lora.targets": "(q|o|down)_proj", "learning_rate": 0.05, "steps": 4}
-    run(*recipe(source, tmp_path / "run", **flags))
+    run(*recipe(source, tmp_path / "run", init_from=os.path.relpath(source), **flags))
     run("convert", "--format=peft", f"--from={tmp_path}/run", f"--to={tmp_path}/peft")
     merged, again = (nnx.to_pure_dict(nnx.state(load_model(tmp_path / name))) for name in ("run", "peft"))
     jax.tree.map(np.testing.assert_array_equal, again, merged)
@@ -144,6 +144,7 @@ def test_adapters_go_to_peft_and_come_back(source, tmp_path):
     _, err = run("convert", "--format=peft", f"--from={source}", f"--to={tmp_path}/ours", code=2)
     assert "holds no checkpoint; give the --workdir of a training run" in err
     config = json.loads((tmp_path / "peft" / "adapter_config.json").read_text())
+    assert config["base_model_name_or_path"] == str(source)  # from wherever it is read
     for name, value, said in (
         ("use_dora", True, "use_dora=true is not supported"),
         ("layer_replication", [[0, 2]], r"layer_replication=\[\[0, 2\]\] is not supported"),

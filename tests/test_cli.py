@@ -85,6 +85,7 @@ def test_what_nobody_has_thought_of_is_one_line_and_a_file_with_the_trace(error,
     [
         ("workdir", "", "is empty"),
         ("workdir", "x://y", "names no store"),
+        ("workdir", "gs:/x", "a store begins with gs://"),
         ("workdir", "az://y", "cannot be reached"),
         ("blocked_urls", "x,az://y", "cannot be reached"),
         ("workdir", "a\udcff", "a\udcff is not UTF-8"),

@@ -118,6 +118,11 @@ BAD = {
     "output is a directory": ([*ONE, "--output={dir}"], "is a directory"),
     "tokenizer of nothing": (["train_tokenizer", "--input={dir}/none.txt", "--output={dir}/t.model"], "does not exist"),
     "goodput of nothing": (["goodput", "--workdir={dir}"], "holds no events.jsonl of a training run"),
+    "no adapters": ([*TRAIN, NEW, "--config.lora.alpha=2"], "alpha=2.0: has no effect without --config.lora.rank"),
+    "no decay": ([*TRAIN, NEW, "--config.decay_steps=2"], "=2: has no effect without --config.schedule=wsd"),
+    "no families": ([*TRAIN, NEW, "--config.data.difficulty=2"], "=2: has no effect without --config.data.path=fam"),
+    "no tasks": ([*TRAIN, NEW, "--config.eval.include_path=."], "=.: has no effect without --config.eval.tasks"),
+    "no tokenizer": ([*TRAIN, NEW, "--config.data.tokenizer={dir}/t"], "--config.data.tokenizer={dir}/t: is no file"),
     "data in no store": ([*TRAIN, NEW, "--config.data.path=http://x/y"], "--config.data.path=http://x/y: names no"),
     "output over the model": (
         [*ONE, "--output={run}/model.json"],

@@ -303,6 +303,11 @@ def as_written(command: str, own: flags.FlagValues) -> str:
     return shlex.join(["python", "-m", *f"refusion_jax.{command}".split(), *flags_given])
 
 
+def is_given(flag: str) -> bool:
+    """Whether the command line has a flag, which is one of those that it alone makes."""
+    return flag in flags.FLAGS
+
+
 def given(holders: Mapping[str, flags.FlagHolder]) -> dict[str, Any]:
     """The settings that were given on the command line."""
     return {name: flag.value for name, flag in holders.items() if flag.value is not None}

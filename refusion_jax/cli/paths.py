@@ -19,6 +19,9 @@ def is_text(path: epath.PathLike) -> bool:
 
 def names_no_store(text: str) -> str:
     """What is wrong with a path, or paths between commas, neither local nor in a known store; "" for nothing."""
-    if all("://" not in path or path.strip().startswith(STORES) for path in text.split(",")):
-        return ""
-    return f"names no store that we know before ://, which are {', '.join(name[:-3] for name in STORES)}"
+    elsewhere = [path for path in map(str.strip, text.split(",")) if not path.startswith(STORES)]
+    if any("://" in path for path in elsewhere):
+        return f"names no store that we know before ://, which are {', '.join(name[:-3] for name in STORES)}"
+    if store := next((name for name in STORES for path in elsewhere if path.startswith(name[:-1])), ""):
+        return f"a store begins with {store}"
+    return ""

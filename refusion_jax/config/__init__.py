@@ -63,6 +63,16 @@ CHANGEABLE = (
     *("learning_rate", "schedule", "warmup_steps", "decay_steps", "final_lr_ratio", "weight_decay", "clip_norm"),
     "data",
 )
+# What has no effect without another key, and whether it has one in a config.
+_NEEDS = {
+    "decay_steps": ("schedule=wsd", lambda c: c.schedule == "wsd"),
+    **dict.fromkeys(("lora.alpha", "lora.targets", "lora.full"), ("lora.rank", lambda c: c.lora.rank)),
+    "data.difficulty": ("data.path=families", lambda c: "families" in c.data.path + c.eval.path),
+    **dict.fromkeys(
+        ("eval.tasks_every", "eval.limit", "eval.include_path", "eval.task_data"),
+        ("eval.tasks", lambda c: c.eval.tasks),
+    ),
+}
 
 
 def check(c: ml_collections.ConfigDict) -> None:
@@ -77,6 +87,10 @@ def check(c: ml_collections.ConfigDict) -> None:
         key.check("config", name, _get(c, name))
     if system.section.name:
         system.section.check(c[system.section.name])
+    for name, (needed, has_effect) in _NEEDS.items():  # a config file may set what flags then leave without effect
+        is_set = command.is_given(f"config.{name}") and _get(c, name) != keys()[name].default
+        if is_set and not has_effect(c):
+            refuse(name, f"has no effect without --config.{needed}")
     if c.batch_size % c.accumulation:
         refuse("batch_size", f"must be a multiple of accumulation={c.accumulation}")
     if c.eval.tasks or c.eval.decode:

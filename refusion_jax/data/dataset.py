@@ -27,6 +27,8 @@ def load_dataset(
     `default_tokenizer` where neither the config nor the run has one.
     """
     data, saved = config.data, find_tokenizer_file(epath.Path(workdir)) if workdir else None
+    if data.tokenizer and not epath.Path(data.tokenizer).is_file():
+        raise UserError(f"--config.data.tokenizer={data.tokenizer}: is no file")
     if paths := prepared_paths(data.path, "data.path"):
         return _open_prepared(config, paths, saved)
     if data.weights:

@@ -12,7 +12,7 @@ from refusion_jax.cli.errors import UserError, first_line
 from refusion_jax.data.chat_template import ChatTemplate
 from refusion_jax.data.examples import Messages
 from refusion_jax.data.interface import Tokenizer
-from refusion_jax.data.tokenizer import MASK_PIECE, SentencePieceTokenizer, byte_of, check_texts, plain_prompt
+from refusion_jax.data.tokenizer import MASK_PIECE, SentencePieceTokenizer, byte_of, plain_prompt
 from refusion_jax.distributed.json_files import parse_json
 from refusion_jax.distributed.storage import read_file
 
@@ -153,7 +153,8 @@ class FastTokenizer(Tokenizer):
 
     def encode_prompts(self, texts: list[str | Messages | None]) -> list[list[int]]:
         """Ids of prompts in the chat template: a string is the turn of a user; messages are the turns they say."""
-        check_texts(texts)
+        if isinstance(texts, str):  # whose letters would pass for texts
+            raise UserError(f"prompts={texts[:40]!r}: must be a list of texts")
         bos = [self.bos_id] if self.bos_id >= 0 else []
         rendered = [self._render(text) for text in texts]
         for turns, whole in zip(texts, rendered, strict=True):

@@ -106,7 +106,8 @@ class SentencePieceTokenizer(Tokenizer):
 
     def encode_prompts(self, texts: list[str | Messages | None]) -> list[list[int]]:
         """BOS, then the text; the turns of a conversation follow each other, a blank line between."""
-        check_texts(texts)
+        if isinstance(texts, str):  # whose letters would pass for texts
+            raise UserError(f"prompts={texts[:40]!r}: must be a list of texts")
         return [[self.bos_id, *ids] for ids in self.encode([plain_prompt(text) for text in texts])]
 
     @property
@@ -124,12 +125,6 @@ class SentencePieceTokenizer(Tokenizer):
             return byte_of(self.name_of(token))
         is_special = self._pieces.is_control(token) or self._pieces.is_unknown(token) or self._pieces.is_unused(token)
         return b"" if is_special else self.name_of(token).replace("\u2581", " ").encode()
-
-
-def check_texts(texts: object) -> None:
-    """Refuses a text in the place of a list of them, whose letters would pass for texts."""
-    if isinstance(texts, str):
-        raise UserError(f"prompts={texts[:40]!r}: must be a list of texts, also of one")
 
 
 def byte_of(piece: str) -> bytes:
