@@ -115,6 +115,7 @@ BAD = {
     "empty stop string": ([*GENERATE, "--prompt=x", "--stop="], "--stop=: is empty"),
     "two configs": (["train", "--config=a.py", "--config=b.py"], "--config=a.py --config=b.py: give one config, and"),
     "counts that nobody made": (["bench", "calibration", "--output={dir}/new"], "new: only --compile makes new counts"),
+    "output is not to be read": ([*ONE, "--output=/proc/self/mem"], "=/proc/self/mem: is there already, and not to be"),
     "output is a directory": ([*ONE, "--output={dir}"], "is a directory"),
     "tokenizer of nothing": (["train_tokenizer", "--input={dir}/none.txt", "--output={dir}/t.model"], "does not exist"),
     "goodput of nothing": (["goodput", "--workdir={dir}"], "holds no events.jsonl of a training run"),

@@ -91,9 +91,13 @@ def check_file(flag: str, path: epath.PathLike, beginning: bytes, kind: str = "n
     check_output(flag, path)
     path = epath.Path(path) if is_remote(path) else Path(path)  # to etils a device is a file, too
     if path.is_file():
-        with path.open("rb") as file:
-            if file.read(len(beginning)) not in (beginning, b""):
-                raise UserError(f"--{flag}={path}: is there already, and {kind}; name another place")
+        try:
+            with path.open("rb") as file:
+                found = file.read(len(beginning))
+        except OSError as error:
+            raise UserError(f"--{flag}={path}: is there already, and not to be read: {error.strerror}") from error
+        if found not in (beginning, b""):
+            raise UserError(f"--{flag}={path}: is there already, and {kind}; name another place")
 
 
 def check_apart(output: epath.PathLike, inputs: Iterable[epath.PathLike], flag: str = "output") -> None:
