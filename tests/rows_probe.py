@@ -50,6 +50,7 @@ def digest(mesh: dict[str, int], first: int, last: int) -> str:
 if __name__ == "__main__":
     processes.initialize()
     digests = [digest(mesh, 2, 5) for mesh in MESHES]
+    faults = [processes.first_fault("a damaged file" * jax.process_index()), processes.first_fault(None)]
     if jax.process_index() == 0:
-        print(json.dumps({"processes": jax.process_count(), "digests": digests}))
+        print(json.dumps({"processes": jax.process_count(), "digests": digests, "faults": faults}))
     sys.exit(0)

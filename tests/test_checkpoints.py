@@ -373,9 +373,9 @@ def test_a_directory_that_cannot_be_listed_is_not_an_empty_one(tmp_path, monkeyp
 def test_no_process_begins_a_save_where_another_cannot_write(tmp_path, caplog, monkeypatch):
     with Checkpoints(tmp_path, 3) as checkpoints:
         with monkeypatch.context() as patched:
-            patched.setattr(checkpoints_module, "all_agree", lambda flag: False)
+            patched.setattr(checkpoints_module, "first_fault", lambda fault: "the disk of another is full")
             put(checkpoints, 1)
-        assert "checkpoint 1 could not be written: another process cannot write" in caplog.text
+        assert "checkpoint 1 could not be written: the disk of another is full" in caplog.text
         assert not list((tmp_path / "checkpoints").iterdir())
         put(checkpoints, 2, last=True)
     assert saved_steps(tmp_path) == [2]

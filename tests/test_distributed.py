@@ -57,7 +57,7 @@ def one_process(tmp_path_factory):
     return found
 
 
-def test_two_processes_see_the_rows_and_the_noise_of_one():
+def test_two_processes_see_the_rows_the_noise_and_the_faults_of_one():
     flag = "--xla_force_host_platform_device_count=4"
     both = start_two([sys.executable, "tests/rows_probe.py"], [ROOT, ROOT], XLA_FLAGS=f"{flag} {QUICK_COMPILE}")
     (out, err), _ = map(ended, both)
@@ -67,6 +67,7 @@ def test_two_processes_see_the_rows_and_the_noise_of_one():
     expected = [rows_probe.digest(mesh, 2, 5) for mesh in rows_probe.MESHES]
     assert len(set(expected)) == 1
     assert found["digests"] == expected
+    assert found["faults"] == ["a damaged file", None], "what the other one finds is told here"
 
 
 @pytest.mark.thorough

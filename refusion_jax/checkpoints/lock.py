@@ -20,7 +20,7 @@ from etils import epath
 
 from refusion_jax.cli.errors import UserError, first_line
 from refusion_jax.cli.paths import is_remote
-from refusion_jax.distributed.processes import all_agree
+from refusion_jax.distributed.processes import first_fault
 
 FILE = "lock"
 
@@ -38,9 +38,9 @@ def locked(directory: epath.Path) -> Iterator[Callable[[], None]]:
             try:
                 check = stack.enter_context(_lease(directory) if is_remote(directory) else file_lock(directory))
             except UserError as error:
-                refusal = error
-        if not all_agree(refusal is None):
-            raise refusal or UserError(f"--workdir={directory} is in use: process 0 says by whom")
+                refusal = str(error)
+        if refusal := first_fault(refusal):
+            raise UserError(refusal)
         yield check
 
 

@@ -29,7 +29,7 @@ from refusion_jax.checkpoints.directory import (
 from refusion_jax.checkpoints.writer import Items, make_checkpointer, restoring, silence_orbax_tracebacks
 from refusion_jax.cli.errors import Failure, UserError, first_line
 from refusion_jax.cli.paths import is_remote
-from refusion_jax.distributed.processes import all_agree
+from refusion_jax.distributed.processes import first_fault
 from refusion_jax.distributed.storage import absolute
 
 _PROBE_BYTES = 4096  # one block of a disk
@@ -81,9 +81,8 @@ class Checkpoints(contextlib.AbstractContextManager):
         )
 
     def _begin(self, step: int, state: TrainState, data: dict[str, Any]) -> None:
-        obstacle = _find_obstacle(self._directory)
-        if not all_agree(obstacle is None):  # nobody begins where one cannot: the others would wait for it
-            self._has_failed(step, obstacle or OSError("another process cannot write"))
+        if obstacle := first_fault(_find_obstacle(self._directory)):  # the others would wait for one that cannot
+            self._has_failed(step, OSError(obstacle))
             return
         self._under_way = step
         self._checkpointer = self._checkpointer or make_checkpointer(state)
@@ -170,19 +169,19 @@ class Checkpoints(contextlib.AbstractContextManager):
         """
         steps = finished_steps(self._directory)
         for step in reversed(steps):
-            restored, why, directory = None, None, self._directory / str(step)
+            why, directory = None, self._directory / str(step)
             try:
                 check_whole(directory, ITEMS)
             except Exception as error:  # noqa: BLE001  a torn checkpoint can fail in any way; an older one may be whole
                 why = first_line(error)
-            if all_agree(why is None):  # restoring is a collective of all hosts
+            if not (why := first_fault(why)):  # each host checks its share of the files, and all read together
                 try:
                     restored = self._read(directory, step, target)
                 except Exception as error:  # noqa: BLE001  the same
                     why = first_line(error)
-                if all_agree(restored is not None):
+                if not (why := first_fault(why)):
                     return restored
-            self.skipped[step] = why or "another host cannot"
+            self.skipped[step] = why
             if jax.process_index() == 0:
                 logging.warning("checkpoint %d cannot be read (%s); trying the one before", step, self.skipped[step])
         if steps and not start_over:
@@ -211,17 +210,17 @@ class Checkpoints(contextlib.AbstractContextManager):
         return target.restored(found.params, found.optimizer, counters), found.data
 
 
-def _find_obstacle(directory: epath.Path) -> OSError | None:
+def _find_obstacle(directory: epath.Path) -> str | None:
     """Why this process cannot write there now, or None: alone it is told by the save itself."""
     if is_remote(directory):
         return None
     if not directory.is_dir():
-        return OSError(f"{directory} has vanished")
+        return f"{directory} has vanished"
     if jax.process_count() > 1:
         probe = directory / f".probe.{jax.process_index()}"
         try:
             probe.write_bytes(bytes(_PROBE_BYTES))
             probe.unlink()
         except OSError as error:
-            return error
+            return first_line(error)
     return None

@@ -190,6 +190,19 @@ def all_agree(flag: bool) -> bool:
     return bool(np.all(multihost_utils.process_allgather(np.array(flag))))
 
 
+def gather_texts(text: str) -> list[str]:
+    """The texts of all processes, in their order, without spaces at their ends."""
+    content = np.frombuffer(f"{text} ".encode(errors="backslashreplace"), np.uint8)
+    longest = int(multihost_utils.process_allgather(np.array(content.size, np.int32)).max())
+    padded = np.pad(content, (0, longest - content.size), constant_values=ord(" "))
+    return [each.tobytes().decode().rstrip() for each in multihost_utils.process_allgather(padded).reshape(-1, longest)]
+
+
+def first_fault(fault: str | None) -> str | None:
+    """The first fault that any process has, so that all can name it; None where none has one."""
+    return next(filter(None, gather_texts(fault or "")), None)
+
+
 def check_same(what: str, *parts: bytes | str) -> None:
     """Refuses to go on where processes hold other `parts`; `what` is the flag at fault, for the message."""
     if jax.process_count() == 1:

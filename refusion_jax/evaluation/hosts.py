@@ -9,11 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import numpy as np
-from jax.experimental import multihost_utils
 
 from refusion_jax.decoding.journal import Journal, read_records
 from refusion_jax.decoding.queue import mesh_of
+from refusion_jax.distributed.processes import gather_texts
 from refusion_jax.model.transformer import Transformer
 
 
@@ -41,10 +40,7 @@ class Hosts:
         """The answers to all `count` requests; every host calls this with those of its share, which JSON can hold."""
         if self._count == 1:
             return list(own)
-        content = np.frombuffer(json.dumps(list(own)).encode(), np.uint8)
-        longest = int(multihost_utils.process_allgather(np.array(content.size, np.int32)).max())
-        padded = np.pad(content, (0, longest - content.size), constant_values=ord(" "))  # which JSON may end with
         everything: list = [None] * count
-        for host, part in enumerate(multihost_utils.process_allgather(padded)):
-            everything[host :: self._count] = json.loads(part.tobytes())
+        for host, part in enumerate(gather_texts(json.dumps(list(own)))):
+            everything[host :: self._count] = json.loads(part)
         return everything

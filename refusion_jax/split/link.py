@@ -47,18 +47,16 @@ class Link:
           Failure: where it is not to be reached.
         """
         self._address, self._tls, self._patience = address, frames.secured(key, is_server=False), patience
-        self._hello = frames.Hello(frames.VERSION, stamp, layers, codec, b"", 0)
+        self._hello, self._codec = frames.Hello(frames.VERSION, stamp, layers, codec, b"", 0), CODECS[codec]
         self._connection: ssl.SSLSocket | None = None
         self.sent = self.received = 0  # bytes of frames
         self.round_trips = 0  # results that were waited for
         self.crossed = self.crossed_exactly = 0  # bytes of hidden states, and what they would be in their own dtype
         self.begin()
 
-    def begin(self, codec: str = "") -> None:
-        """A new session, of the same codec unless one is named; the counts go on. Raises as the constructor."""
-        codec = codec or self._hello.codec
-        self._hello = dataclasses.replace(self._hello, session=secrets.token_bytes(16), codec=codec)
-        self._codec = CODECS[codec]
+    def begin(self) -> None:
+        """A new session; the counts go on. Raises as the constructor."""
+        self._hello = dataclasses.replace(self._hello, session=secrets.token_bytes(16))
         self._number = self._last = 0  # of the last message, and of the last result
         self._dealt = -1  # of the last message that the server is known to have dealt with; 0: it knows the session
         self._lost_at: float | None = None  # when the connection first broke since then

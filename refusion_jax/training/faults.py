@@ -144,11 +144,11 @@ def kill_in_save(run: RunUnderTest, chance: random.Random) -> str:
 
 
 def kill_host(run: RunUnderTest, chance: random.Random) -> str:
-    """SIGKILL of one process of several; the others must name it and leave."""
+    """SIGKILL of one process of several; the others must say so and leave."""
     victim = chance.randrange(run.hosts)
     run.processes[victim].kill()
     codes = run.wait()
-    run.check(f"process {victim} was lost" in run.heard(), f"process {victim} was killed, and nobody names it: {codes}")
+    run.check("process of this run was lost" in run.heard(), f"process {victim} was killed, nobody says so: {codes}")
     return f"process {victim}"
 
 
