@@ -53,7 +53,7 @@ SCRIPTS = [
 ]
 
 SMALLER = [flag for flag in TINY_RUN if not flag.startswith("--config=")]
-SMALLER += ["--config.steps=6", "--config.checkpoint.every=3", "--config.row_length=128", "--config.decay_steps=1"]
+SMALLER += ["--config.steps=6", "--config.checkpoint.every=3", "--config.row_length=128"]
 SMALLER_BENCH = ["max_new_tokens=16", "serial_blocks=2", "slot_size=4"]
 SHARED_PROGRAMS = ("JAX_COMPILATION_CACHE_DIR", "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS")  # most compile the same
 CHEAP_TESTS = "'one_shot and (never_seen or own_key or plain_reference)'"  # the others compile more
@@ -141,6 +141,7 @@ def test_a_command_works_as_written(command, user):
         own = {flag.split("=")[0] for flag in command.split()}
         small += " " + " ".join(flag for flag in SMALLER if flag.split("=")[0] not in own)
         small += " --config.model.num_attention_heads=4" if "tensor=2" in command else ""
+        small += " --config.decay_steps=1" if "configs/small.py" in command else ""
         small += " --config.model.vocab_size=512 --config.data.on_error=skip"
     if ".plan " in command:
         small += " --config.model.num_hidden_layers=1 --config.model.hidden_size=1024 --config.row_length=512"
