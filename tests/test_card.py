@@ -71,6 +71,12 @@ def test_where_all_is_sure_a_block_takes_a_pass_and_a_commit_pass():
     assert max(out.forwards) == 7
 
 
+def test_a_pass_that_reveals_nothing_is_the_last_unless_the_next_one_draws_again():
+    for temperature, passes in ((0.0, 1), (1.0, 3)):
+        own = settings("card", new=4, draft_length=4, passes=3, threshold=1.0, temperature=temperature)
+        assert decode(sharp_model(), PROMPTS[:2], own).forwards == [passes] * 2
+
+
 @pytest.mark.thorough
 def test_blocks_of_one_are_next_tokens():
     """Without masks in sight it is a causal model that is fed every token twice: as its own, and to be committed."""

@@ -11,6 +11,7 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any, ClassVar, Self
 
+import jax
 import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Array, Bool, Float32, Int32, Key, PyTree
@@ -56,6 +57,11 @@ class RowState:
     def rounds(self) -> Int32[Array, "B"]:
         """Plans that were followed; for decoders that do not plan, forwards."""
         return self.forwards
+
+    @property
+    def forward_keys(self) -> Key[Array, "B"]:
+        """Keys of the next forward, for tokens that may be refused: places proposed again are then drawn anew."""
+        return jax.vmap(jax.random.fold_in)(self.keys, self.forwards)
 
     @classmethod
     def start(cls, layout: Layout, keys: Key[Array, "B"], at_once: int, **own: Any) -> Self:
@@ -206,7 +212,7 @@ class FilledText(Continuation):
     ) -> tuple[Int32[Array, "B T"], Float32[Array, "B T"], Float32[Array, "B T V"]]:
         """(a token for each place that is read, its probability; the logits of the real vocabulary)."""
         real, choosable = mask_logits(logits, self.places.may_end(places), ids)
-        tokens = sample(choosable, is_read, self.keys, places, self.settings)
+        tokens = sample(choosable, is_read, self.forward_keys, places, self.settings)
         chances = probability(real, tokens)
         tell(tokens, places, is_read, chances)
         return tokens, chances, real

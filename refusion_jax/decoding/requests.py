@@ -37,8 +37,8 @@ class Request:
     prompt: Sequence[int]
     template: tuple[Sequence[int] | int, ...] = ()
     settings: Settings | None = None  # where they differ from those of the call; batch_size and cache_length never do
-    noise: int | None = None  # below 2^32; sampling noise is a function of (settings.seed, this number, position). By
-    # default 0 for a request with settings of its own, else its number in the call
+    noise: int | None = None  # below 2^32; sampling noise is a function of (settings.seed, this number, position,
+    # forward). By default 0 for a request with settings of its own, else its number in the call
     name: str = ""  # in error messages
     grammar: Any = None  # that the answer follows, a `constrained.Matcher` that has consumed nothing
     least: int = 0  # tokens that the answer has before an EOS; without a grammar

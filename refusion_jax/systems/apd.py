@@ -118,8 +118,7 @@ class DraftAndAgree(Decoder):
         verifier = in_vocabulary(logits, drafter.real.shape[2])
         blended = jnp.where(drafter.real > -jnp.inf, share * drafter.real + (1 - share) * verifier, -jnp.inf)
         _, choosable = mask_logits(blended, w.may_end, self.ids)
-        keys = jax.vmap(jax.random.fold_in)(s.keys, s.forwards)  # as the drafts were drawn with
-        targets = sample(choosable, w.masked, keys, w.position, s.settings)
+        targets = sample(choosable, w.masked, s.forward_keys, w.position, s.settings)  # with the noise of the drafts
 
         agrees = w.masked & (targets == drafts)
         prefix = jnp.maximum(run_length(agrees), 1)[:, None]

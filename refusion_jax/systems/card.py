@@ -19,8 +19,8 @@ The first token of a block is predicted at the last token of the text before it,
 
 From the paper: noise, weights, blocks and passes. Our choices: C_n itself counts in w_n, in which the paper's formulas
 differ; the sum is divided by the response tokens, as the paper does not define the
-normalization; a pass that would reveal nothing is taken as the last, since later ones would see the same text; places
-after a revealed EOS are not decoded.
+normalization; at temperature 0 a pass that would reveal nothing is taken as the last, since later ones would see the
+same text; places after a revealed EOS are not decoded.
 
 Axes: B rows, T row length, C cache entries, N new tokens, K block length, V vocabulary.
 """
@@ -161,7 +161,8 @@ class CausalBlocks(Continuer):
         logits, cache = kv.extend(model, s.cache, jnp.take_along_axis(s.text, at, axis=1), at)
         chosen, chance, _ = s.propose(logits, at + 1, is_mask, self.ids)
         reveals = is_mask & (chance > s.settings.threshold[:, None])
-        is_last = (s.passed + 1 >= s.settings.passes) | ~jnp.any(reveals, axis=1)
+        is_stuck = ~jnp.any(reveals, axis=1) & (s.settings.temperature == 0)
+        is_last = (s.passed + 1 >= s.settings.passes) | is_stuck
         reveals = jnp.where(is_last[:, None], is_mask, reveals)
         cache = kv.commit(cache, jnp.where(s.active & ~is_open, K, 0))
         return s.fill(cache, reveals, chosen, at + 1, self.ids, passed=jnp.where(is_open, s.passed + 1, 0))

@@ -192,8 +192,7 @@ def window(s: MaskedText, ids: TokenIds, size: int, first: Int32[Array, "B"], le
 def propose(logits: Float32[Array, "B K V"], s: MaskedText, w: Window, ids: TokenIds) -> Proposal:
     """Proposes a token for every place of a window, as the plan of this forward pass."""
     real, choosable = mask_logits(logits, w.may_end, ids)
-    keys = jax.vmap(jax.random.fold_in)(s.keys, s.forwards)
-    proposal = Proposal(sample(choosable, w.masked, keys, w.position, s.settings), real, choosable)
+    proposal = Proposal(sample(choosable, w.masked, s.forward_keys, w.position, s.settings), real, choosable)
     tell(proposal.token, w.position, w.masked, proposal.probability)
     return proposal
 
