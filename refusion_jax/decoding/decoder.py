@@ -9,7 +9,7 @@ Axes: R requests admitted at once, B rows of the batch, T tokens, C cache entrie
 import abc
 import dataclasses
 from collections.abc import Sequence
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, NamedTuple, Self
 
 import jax
 import jax.numpy as jnp
@@ -38,6 +38,18 @@ from refusion_jax.model.transformer import Transformer
 LAST_TOKEN, SLOT_MASK = "last token", "slot mask"
 
 
+class Proposal(NamedTuple):
+    """A token for every place that is read."""
+
+    token: Int32[Array, "B T"]  # the most probable, or with a temperature a sampled one
+    real: Float32[Array, "B T V"]  # logits of the real vocabulary
+    choosable: Float32[Array, "B T V"]  # logits of the tokens that may be chosen
+
+    @property
+    def probability(self) -> Float32[Array, "B T"]:
+        return probability(self.real, self.token)
+
+
 @struct.dataclass
 class RowState:
     """The state of the decoding loop; decoders add fields of their own in a subclass.
@@ -62,6 +74,15 @@ class RowState:
     def forward_keys(self) -> Key[Array, "B"]:
         """Keys of the next forward, for tokens that may be refused: places proposed again are then drawn anew."""
         return jax.vmap(jax.random.fold_in)(self.keys, self.forwards)
+
+    def propose(
+        self, logits: Float32[Array, "B T V"], places: Int32[Array, "B T"], is_read: Bool[Array, "B T"], ids: TokenIds
+    ) -> Proposal:
+        """A token for each place that is read, as the plan of this forward."""
+        real, choosable = mask_logits(logits, self.places.may_end(places), ids)
+        proposal = Proposal(sample(choosable, is_read, self.forward_keys, places, self.settings), real, choosable)
+        tell(proposal.token, places, is_read, proposal.probability)
+        return proposal
 
     @classmethod
     def start(cls, layout: Layout, keys: Key[Array, "B"], at_once: int, **own: Any) -> Self:
@@ -206,16 +227,6 @@ class FilledText(Continuation):
         """The places that are still to be filled; a prompt may hold mask tokens as well."""
         index, first = row_index(self.text), jnp.asarray(self.places.position)[:, :1]
         return (self.text == mask_id) & (index >= first) & (index < self.length[:, None])
-
-    def propose(
-        self, logits: Float32[Array, "B T V"], places: Int32[Array, "B T"], is_read: Bool[Array, "B T"], ids: TokenIds
-    ) -> tuple[Int32[Array, "B T"], Float32[Array, "B T"], Float32[Array, "B T V"]]:
-        """(a token for each place that is read, its probability; the logits of the real vocabulary)."""
-        real, choosable = mask_logits(logits, self.places.may_end(places), ids)
-        tokens = sample(choosable, is_read, self.forward_keys, places, self.settings)
-        chances = probability(real, tokens)
-        tell(tokens, places, is_read, chances)
-        return tokens, chances, real
 
     def fill(
         self,

@@ -107,7 +107,8 @@ class DraftAndAgree(Decoder):
         given, done, K = s.first, s.record.count, self.lookahead
         w = masked.window(s, self.ids, K, done, jnp.minimum(s.places.count - done, K))
         ahead = s.replace(length=given + done + w.size)
-        drafter = masked.propose(masked.denoise(model, ahead, w.position, self.shifted), s, w, self.ids)
+        logits = masked.denoise(model, ahead, w.position, self.shifted)
+        drafter = s.propose(logits, w.position, w.masked, self.ids)
         drafts = drafter.token
         tell(drafts, w.position, w.masked)
 
@@ -117,7 +118,7 @@ class DraftAndAgree(Decoder):
         share = s.settings.drafter_weight[:, None, None]
         verifier = in_vocabulary(logits, drafter.real.shape[2])
         blended = jnp.where(drafter.real > -jnp.inf, share * drafter.real + (1 - share) * verifier, -jnp.inf)
-        _, choosable = mask_logits(blended, w.may_end, self.ids)
+        _, choosable = mask_logits(blended, s.places.may_end(w.position), self.ids)
         targets = sample(choosable, w.masked, s.forward_keys, w.position, s.settings)  # with the noise of the drafts
 
         agrees = w.masked & (targets == drafts)

@@ -199,12 +199,12 @@ class BlockByBlock(Continuer):
         readable = open_here & (part == here)
         if self.shift:  # the first token of a block is read from the last one before it
             readable = jnp.where(is_done[:, None], offset == self.width - 1, next_in_row(readable))
-        chosen, chance, _ = s.propose(logits, at + self.shift, readable, self.ids)
-        confidence = jnp.where(readable, chance, -1.0)
+        proposal = s.propose(logits, at + self.shift, readable, self.ids)
+        confidence = jnp.where(readable, proposal.probability, -1.0)
         is_best = offset == jnp.argmax(confidence, axis=1)[:, None]
         reveals = readable & ((confidence > own.threshold[:, None]) | is_best)
         cache = kv.commit(cache, jnp.where(s.active & is_done, self.width, 0))
-        return s.fill(cache, reveals, chosen, at + self.shift, self.ids)
+        return s.fill(cache, reveals, proposal.token, at + self.shift, self.ids)
 
 
 def reference(model: Transformer, request: Request, shift: int = 1) -> dict:

@@ -159,13 +159,13 @@ class CausalBlocks(Continuer):
         is_open = s.active & jnp.any(is_mask, axis=1)
 
         logits, cache = kv.extend(model, s.cache, jnp.take_along_axis(s.text, at, axis=1), at)
-        chosen, chance, _ = s.propose(logits, at + 1, is_mask, self.ids)
-        reveals = is_mask & (chance > s.settings.threshold[:, None])
+        proposal = s.propose(logits, at + 1, is_mask, self.ids)
+        reveals = is_mask & (proposal.probability > s.settings.threshold[:, None])
         is_stuck = ~jnp.any(reveals, axis=1) & (s.settings.temperature == 0)
         is_last = (s.passed + 1 >= s.settings.passes) | is_stuck
         reveals = jnp.where(is_last[:, None], is_mask, reveals)
         cache = kv.commit(cache, jnp.where(s.active & ~is_open, K, 0))
-        return s.fill(cache, reveals, chosen, at + 1, self.ids, passed=jnp.where(is_open, s.passed + 1, 0))
+        return s.fill(cache, reveals, proposal.token, at + 1, self.ids, passed=jnp.where(is_open, s.passed + 1, 0))
 
 
 def reference(model: Transformer, request: Request) -> dict:

@@ -195,7 +195,7 @@ class Pipeline(Decoder):
         block = jnp.arange(F) // K
         logits, cache = kv.extend(model, s.cache, tokens, index, (block[:, None] >= block[None])[None])
 
-        proposal = masked.propose(logits, s, w, self.ids)
+        proposal = s.propose(logits, w.position, w.masked, self.ids)
         by_block = (len(index), F // K, K)
         p = jnp.where(w.masked, proposal.probability, -1.0).reshape(by_block)
         sure = p > own.threshold[:, None, None]

@@ -120,7 +120,7 @@ class BlockCache(masked.MaskedDecoder):
         w, _ = self.window(s)
         whole, block = (lambda: self._whole(model, s, w, takes_part)), (lambda: self._block(model, s))
         x, entries = jax.lax.cond(is_whole, whole, block)
-        proposal = masked.propose(model.logits(x), s, w, self.ids)
+        proposal = s.propose(model.logits(x), w.position, w.masked, self.ids)
         is_first = is_whole & self.shifted & (jnp.arange(self.block_length)[None] == 0)
         return self.commit(s.replace(entries=entries), w, proposal, takes_part, is_first)
 

@@ -88,7 +88,8 @@ class EditedBlocks(sdar.BlockByBlock):
         """One forward over each row's block: writes and edits tokens, or commits it if none changes."""
         at, fed, logits, cache = self.look(model, s)
         own, is_own = s.settings, (at >= s.places.position[:, :1]) & (at < s.length[:, None])
-        chosen, confidence, _ = s.propose(logits, at, is_own, self.ids)
+        proposal = s.propose(logits, at, is_own, self.ids)
+        chosen, confidence = proposal.token, proposal.probability
 
         is_mask = is_own & (fed == self.ids.mask_id)
         has_masks = jnp.any(is_mask, axis=1)

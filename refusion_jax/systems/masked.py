@@ -12,7 +12,7 @@ Axes: B rows, C text length, N places to decode, K places of a window, D hidden 
 import dataclasses
 import functools
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, ClassVar, NamedTuple, Self, TypeAlias
+from typing import Any, ClassVar, Self, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -23,12 +23,11 @@ from jaxtyping import Array, Bool, Float32, Int32, Key
 from refusion_jax.batch.visibility import BIDIRECTIONAL, Visibility
 from refusion_jax.cli.errors import UserError
 from refusion_jax.decoding import settings as shared
-from refusion_jax.decoding.decoder import Decoder, RowState
+from refusion_jax.decoding.decoder import Decoder, Proposal, RowState
 from refusion_jax.decoding.reference import ReferenceDecoder
 from refusion_jax.decoding.requests import Layout, Places, Request, most_new_tokens, text_capacity
-from refusion_jax.decoding.sampling import mask_logits, probability, put, sample
+from refusion_jax.decoding.sampling import put
 from refusion_jax.decoding.settings import TokenIds
-from refusion_jax.decoding.trajectory import tell
 from refusion_jax.model.shape import ModelConfig
 from refusion_jax.model.transformer import Transformer
 
@@ -60,25 +59,12 @@ class Window:
     """Consecutive places to decode, in text order."""
 
     position: Int32[Array, "B K"]  # in the text
-    may_end: Bool[Array, "B K"]  # an EOS may be written there
     is_in: Bool[Array, "B K"]  # the other entries are padding
     masked: Bool[Array, "B K"]  # in the window and not yet committed
 
     @property
     def size(self) -> Int32[Array, "B"]:
         return jnp.sum(self.is_in, axis=1)
-
-
-class Proposal(NamedTuple):
-    """A token for every place of a window."""
-
-    token: Int32[Array, "B K"]  # the most probable, or with a temperature a sampled one
-    real: Float32[Array, "B K V"]  # logits of the real vocabulary
-    choosable: Float32[Array, "B K V"]  # logits of the tokens that may be chosen
-
-    @property
-    def probability(self) -> Float32[Array, "B K"]:
-        return probability(self.real, self.token)
 
 
 # Which places of a window a forward pass commits, given the mask token last; those that are not masked are ignored.
@@ -143,7 +129,7 @@ class MaskedDecoder(Decoder):
         """One forward over the whole text, which commits masks of each row's block."""
         w, after_block = self.window(s)
         logits = denoise(model, s, w.position, self.shifted, self.fed(s, after_block))
-        proposal = propose(logits, s, w, self.ids)
+        proposal = s.propose(logits, w.position, w.masked, self.ids)
         return self.commit(s, w, proposal, s.active)
 
     def fed(self, s: MaskedText, after_block: Int32[Array, "B"]) -> Bool[Array, "B C"] | None:
@@ -186,15 +172,7 @@ def window(s: MaskedText, ids: TokenIds, size: int, first: Int32[Array, "B"], le
     at = jnp.minimum(at, places.position.shape[1] - 1)
     position = jnp.take_along_axis(places.position, at, axis=1)
     masked = is_in & (jnp.take_along_axis(s.text, position, axis=1) == ids.mask_id)
-    return Window(position, places.may_end(position), is_in, masked)
-
-
-def propose(logits: Float32[Array, "B K V"], s: MaskedText, w: Window, ids: TokenIds) -> Proposal:
-    """Proposes a token for every place of a window, as the plan of this forward pass."""
-    real, choosable = mask_logits(logits, w.may_end, ids)
-    proposal = Proposal(sample(choosable, w.masked, s.forward_keys, w.position, s.settings), real, choosable)
-    tell(proposal.token, w.position, w.masked, proposal.probability)
-    return proposal
+    return Window(position, is_in, masked)
 
 
 def ranks(confidence: Float32[Array, "B K"], w: Window) -> Int32[Array, "B K"]:

@@ -148,13 +148,13 @@ class SlidingWindow(Continuer):
         tokens, at, is_mask = (jnp.take_along_axis(x, order, axis=1) for x in (tokens, at, is_in & ~is_filled))
 
         logits, cache = kv.extend(model, s.cache, tokens, at)
-        chosen, _, real = s.propose(logits, at, is_mask, self.ids)
+        proposal = s.propose(logits, at, is_mask, self.ids)
         first = jnp.min(jnp.where(is_mask, at, jnp.iinfo(jnp.int32).max), axis=1, keepdims=True)
         penalty = s.settings.distance_penalty[:, None] * (at - first)
-        score = jnp.where(is_mask, entropy(real) + penalty, jnp.inf)
+        score = jnp.where(is_mask, entropy(proposal.real) + penalty, jnp.inf)
         is_best = offset == jnp.argmin(score, axis=1)[:, None]
         fills = is_mask & ((score < s.settings.entropy_threshold[:, None]) | is_best)
-        return s.fill(kv.commit(cache, jnp.where(s.active, prefix, 0)), fills, chosen, at, self.ids)
+        return s.fill(kv.commit(cache, jnp.where(s.active, prefix, 0)), fills, proposal.token, at, self.ids)
 
 
 def entropy(logits: Float32[Array, "B T V"]) -> Float32[Array, "B T"]:
