@@ -34,7 +34,6 @@ bfloat16's bytes for weights and cache, and round them (benchmarks/results/int8.
 
 import contextlib
 import dataclasses
-import hashlib
 import json
 import math
 import os
@@ -50,17 +49,17 @@ from etils import epath
 from refusion_jax.checkpoints.directory import find_step
 from refusion_jax.checkpoints.load import (
     choose_method,
+    describe_call,
     find_tokenizer,
     is_foreign,
     load_for,
     read_model_config,
-    weights_stamp,
 )
 from refusion_jax.cli import command, flag_values
 from refusion_jax.cli.errors import UserError, naming
 from refusion_jax.cli.paths import is_remote
 from refusion_jax.cli.progress import track
-from refusion_jax.cli.settings import declared, scope
+from refusion_jax.cli.settings import declared
 from refusion_jax.data.interface import Tokenizer
 from refusion_jax.decoding.decoder import Decoder
 from refusion_jax.decoding.journal import Journal, read_records
@@ -105,21 +104,6 @@ def useless_flags() -> list[str]:
     for name in own:
         flags.FLAGS[f"decode.{name}"].help = command.help_text(own[name])
     return [f"decode.{name}" for name in _SETTINGS if name not in own]
-
-
-def describe_call(ids: Sequence[object], requests: Sequence[Request]) -> dict[str, str]:
-    """What the answers of this call depend on, by name."""
-    whole_batch = scope(type(requests[0].settings), "batch")
-    settings = [
-        {key: x for key, x in dataclasses.asdict(request.settings).items() if key not in whole_batch}
-        for request in requests
-    ]
-    parts = {
-        "model": weights_stamp(_CHECKPOINT.value, requests[0].settings),
-        "prompts": [(id, request.prompt, request.template) for id, request in zip(ids, requests, strict=True)],
-        "settings": [settings, _STOP.value, _DTYPE.value],
-    }
-    return {name: hashlib.blake2b(json.dumps(x).encode(), digest_size=16).hexdigest() for name, x in parts.items()}
 
 
 def check_place(checkpoint: epath.Path, flag: str, output: epath.Path, beginning: bytes, kind: str) -> None:
@@ -264,7 +248,7 @@ def main() -> None:
         mine, parts = parts_of(target, _PART.value) if _PART.value is not None else (0, [])
         if target:
             partial = parts[mine] if parts else target.with_name(f"{target.name}.partial")
-            call = describe_call(ids, requests)
+            call = describe_call(_CHECKPOINT.value, ids, requests, _STOP.value, _DTYPE.value)
             journal = Journal(partial, call, range(len(requests)))
             stack.callback(journal.close)
             add, records = journal.add, journal.records

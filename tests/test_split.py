@@ -16,6 +16,7 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
+from absl import flags
 from conftest import PROMPTS, run, settings, sharp_model, start
 from etils import epath
 from flax import nnx
@@ -26,9 +27,10 @@ from refusion_jax.checkpoints.load import open_weights, read_model_config, reade
 from refusion_jax.checkpoints.run_directory import write_model_config
 from refusion_jax.checkpoints.weights import save_params
 from refusion_jax.cli.errors import Failure, UserError
+from refusion_jax.decoding.journal import Journal
 from refusion_jax.decoding.requests import prepare
 from refusion_jax.model import huggingface
-from refusion_jax.split import choice, frames
+from refusion_jax.split import choice, device, frames
 from refusion_jax.split.codec import CODECS
 from refusion_jax.split.device import decode_split, decoder_on_link
 from refusion_jax.split.link import Link
@@ -409,6 +411,23 @@ def save(model, path, kind="run"):
         huggingface.save(model, path)
 
 
+def test_answers_to_other_prompts_are_not_taken_from_a_call_that_was_cut_off(served, model, key, tmp_path, monkeypatch):
+    save(model, epath.Path(tmp_path / "run"))
+    monkeypatch.setattr(Journal, "delete", Journal.close)  # as if it were killed before its end
+
+    def call(prompt):
+        (tmp_path / "in.jsonl").write_text(json.dumps({"prompt_ids": prompt}))
+        own = flags.FlagValues()
+        device.define_flags(own)
+        given = [f"--checkpoint={tmp_path}/run", f"--key={key}", f"--server=127.0.0.1:{served[1].port}", "--layers=1"]
+        own(["", *given, f"--input={tmp_path}/in.jsonl", f"--output={tmp_path}/out.jsonl", "--decode.max_new_tokens=4"])
+        device.main(own)
+
+    call([1, 2, 3])
+    with pytest.raises(UserError, match="out.jsonl.partial holds answers .* another prompts"):
+        call([1, 2, 4])
+
+
 @pytest.mark.slow  # four processes
 def test_three_devices_on_one_server_get_what_the_whole_model_gives(model, key, tmp_path):
     """As processes, at once; with rows in which prompts of several lengths are filled."""
@@ -423,9 +442,9 @@ def test_three_devices_on_one_server_get_what_the_whole_model_gives(model, key, 
     asked += [f"--server=127.0.0.1:{port}", "--layers=1", "--patience=600", f"--input={tmp_path}/in.jsonl", *flags]
     outs = [f"{tmp_path}/{number}.jsonl" for number in range(3)]
     devices = [start("split", "device", *asked, f"--output={out}") for out in outs]
-    for device in devices:
-        _, err = device.communicate()
-        assert device.returncode == 0, err
+    for process in devices:
+        _, err = process.communicate()
+        assert process.returncode == 0, err
     server.terminate()
     _, err = server.communicate()
     assert server.returncode == 0, err

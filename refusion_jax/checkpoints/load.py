@@ -1,6 +1,9 @@
 """Loads models and tokenizers from runs and from Hugging Face directories."""
 
+import dataclasses
 import functools
+import hashlib
+import json
 import operator
 from collections.abc import Sequence
 from typing import Any
@@ -16,11 +19,12 @@ from refusion_jax.checkpoints import checksums, run_directory
 from refusion_jax.checkpoints.directory import find_step
 from refusion_jax.checkpoints.weights import Reader, open_params, restore_params, stored_dtype
 from refusion_jax.cli.errors import SettingError, UserError, naming
-from refusion_jax.cli.settings import declared
+from refusion_jax.cli.settings import declared, scope
 from refusion_jax.data.fast_tokenizer import find_tokenizer_file, first_difference, load_tokenizer_file
 from refusion_jax.data.interface import Tokenizer
 from refusion_jax.data.tokenizer import MASK_PIECE
 from refusion_jax.decoding.auxiliary import check_auxiliaries, check_vocabulary, with_auxiliaries
+from refusion_jax.decoding.requests import Request
 from refusion_jax.decoding.settings import Settings
 from refusion_jax.distributed.sharding import make_mesh
 from refusion_jax.distributed.storage import absolute
@@ -105,6 +109,23 @@ def weights_stamp(path: epath.PathLike, settings: Settings) -> list[tuple[str, f
     """
     places = [path, *filter(None, (getattr(settings, name) for name in settings.auxiliary_models))]
     return [entry for place in places for entry in _stamp(epath.Path(place))]
+
+
+def describe_call(
+    path: epath.PathLike, ids: Sequence[object], requests: Sequence[Request], *others: Any
+) -> dict[str, str]:
+    """What the answers of a call depend on, by name: for its journal. `others` are settings that are no decoder's."""
+    whole_batch = scope(type(requests[0].settings), "batch")
+    settings = [
+        {key: x for key, x in dataclasses.asdict(request.settings).items() if key not in whole_batch}
+        for request in requests
+    ]
+    parts = {
+        "model": weights_stamp(path, requests[0].settings),
+        "prompts": [(id, request.prompt, request.template) for id, request in zip(ids, requests, strict=True)],
+        "settings": [settings, *others],
+    }
+    return {name: hashlib.blake2b(json.dumps(x).encode(), digest_size=16).hexdigest() for name, x in parts.items()}
 
 
 def _stamp(path: epath.Path) -> list[tuple[str, float | str, int]]:

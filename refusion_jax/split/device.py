@@ -24,7 +24,7 @@ import jax.numpy as jnp
 from absl import flags
 from etils import epath
 
-from refusion_jax.checkpoints.load import choose_method, find_tokenizer, open_weights, read_model_config, weights_stamp
+from refusion_jax.checkpoints.load import choose_method, describe_call, find_tokenizer, open_weights, read_model_config
 from refusion_jax.cli import command, flag_values
 from refusion_jax.cli.errors import SettingError, UserError
 from refusion_jax.decoding import queue
@@ -100,16 +100,16 @@ def main(own: flags.FlagValues) -> None:
         settings = dataclasses.replace(settings, **choose_flags(own, config, stamp, requests, decoder))
         requests = prepare(given, settings, config)
         decoder = decoder_on_link(requests, config)
+    journal = None
+    if own.output:
+        how = [own[name].value for name in (*_CHOSEN, "dtype")]
+        call = describe_call(own.checkpoint, ids, requests, *how)
+        journal = Journal(Path(f"{own.output}.partial"), call, range(len(ids)))
+    records = journal.records if journal else {}
+    todo = [i for i in range(len(ids)) if i not in records]
     part = load_part(read, config, 0, own.layers, own.dtype, own.weights, own.cache)
     link = Link(address, Path(own.key), stamp, own.layers, own.codec, own.patience)
 
-    call = {name: own[name].value for name in ("layers", "codec", "weights", "cache", "dtype")}
-    call |= {"checkpoint": weights_stamp(own.checkpoint, settings), "settings": dataclasses.asdict(settings)}
-    journal = (
-        Journal(Path(f"{own.output}.partial"), {"call": json.dumps(call)}, range(len(ids))) if own.output else None
-    )
-    records = journal.records if journal else {}
-    todo = [i for i in range(len(ids)) if i not in records]
     began, tokens = time.perf_counter(), 0
     for at, answer in decode_split(SplitModel(part, link), [requests[i] for i in todo], decoder):
         tokens += len(answer.tokens)
