@@ -210,10 +210,9 @@ def check_same(what: str, *parts: bytes | str) -> None:
     digest = hashlib.blake2b(digest_size=16)
     for part in parts:
         digest.update(part.encode() if isinstance(part, str) else part)
-    mine = np.frombuffer(digest.digest(), np.uint8)
-    others = [i for i, d in enumerate(multihost_utils.process_allgather(mine)) if not np.array_equal(d, mine)]
-    if not all_agree(not others):
-        raise UserError(f"{what} is not the same on all hosts (process {jax.process_index()} differs from {others})")
+    found = gather_texts(digest.hexdigest())
+    if others := [i for i, each in enumerate(found) if each != found[0]]:
+        raise UserError(f"{what} is not the same on all hosts (processes {others} differ from process 0)")
 
 
 def check_shared(workdir: epath.Path) -> None:

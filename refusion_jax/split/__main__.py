@@ -11,8 +11,6 @@ See refusion_jax/split/README.md.
 
 from refusion_jax.cli import command
 
-SIDES = ("device", "server")
-
 if __name__ == "__main__":
-    sides = {side: f"refusion_jax.split.{side}" for side in SIDES}
+    sides = {side: f"refusion_jax.split.{side}" for side in ("device", "server")}
     command.guard(lambda: command.run_part("split", __doc__, sides))

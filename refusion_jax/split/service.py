@@ -164,6 +164,6 @@ class LayerService:
             while room < 0 and left:
                 room += self._sessions.pop(left.pop(0)).cache_bytes
             if room < 0:
-                wanted = f"{(self._memory - room) / 2**30:.2g} GiB of its --memory={self._memory / 2**30:.2g}"
+                wanted = f"{(self._memory - room) / 2**30:.3g} GiB of its --memory={self._memory / 2**30:.3g}"
                 raise UserError(f"the caches of all devices would take {wanted}")
             session.cache_bytes = size
