@@ -359,10 +359,15 @@ def test_strangers_and_lost_devices_do_not_keep_others_out(model, key, monkeypat
 
 @contextlib.contextmanager
 def talking(service):
-    """A connection to the service without TLS."""
+    """A connection to the service without TLS, whose end the service's thread closes: else it might read another's."""
     here, there = socket.socketpair()
-    with here, there:
-        threading.Thread(target=service.talk, args=(there,)).start()
+
+    def talk():
+        with there:
+            service.talk(there)
+
+    threading.Thread(target=talk, daemon=True).start()
+    with here:
         yield here
 
 

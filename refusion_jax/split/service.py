@@ -85,7 +85,7 @@ class LayerService:
         finally:
             with self._lock:
                 if session.connection is connection:
-                    session.connection = None
+                    session.connection, session.left_at = None, time.monotonic()
 
     def _serve_session(self, session: DeviceSession, hello: frames.Hello, connection: socket.socket) -> None:
         with session.lock:  # what the last connection has begun is finished
@@ -99,9 +99,7 @@ class LayerService:
                     self._sessions.pop(hello.session, None)
                 return
             with session.lock:
-                result = session.deal(message)
-                session.seen = time.monotonic()
-                if result:
+                if result := session.deal(message):
                     frames.send(connection, result)
 
     def _check(self, hello: frames.Hello) -> None:
@@ -134,18 +132,15 @@ class LayerService:
                 part = load_part(self._read, self._config, hello.layers, self._layers, *self._precision)
                 upper = self._uppers[hello.layers] = Upper(part)
         with self._lock:
-            now = time.monotonic()
             for name in self._left():
-                if now - self._sessions[name].seen > _KEEP:
+                if time.monotonic() - self._sessions[name].left_at > _KEEP:
                     del self._sessions[name]
-            session = self._sessions.get(hello.session)
-            if session is None:
-                session = DeviceSession(upper, CODECS[hello.codec], self._batches, self._reserve)
-                self._sessions[hello.session] = session
+            new = DeviceSession(upper, CODECS[hello.codec], self._batches, self._reserve)
+            session = self._sessions.setdefault(hello.session, new)
             if session.connection:  # its thread reads it, and closes it: the number of a closed one would be another's
                 with contextlib.suppress(OSError):
                     socket.socket.shutdown(session.connection, socket.SHUT_RDWR)
-            session.connection, session.seen = connection, now
+            session.connection = connection
             return session
 
     def _left(self) -> list[bytes]:

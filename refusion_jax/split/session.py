@@ -38,8 +38,8 @@ class DeviceSession:
     rows: int = 0
     capacity: int = 0
     cache_bytes: int = 0  # of the batch, and as much for rows that are being filled
-    seen: float = 0.0  # time of the last message
     connection: socket.socket | None = None
+    left_at: float = 0.0  # when its last connection ended
     lock: threading.Lock = dataclasses.field(default_factory=threading.Lock)
 
     def deal(self, message: frames.Message) -> frames.Result | None:
