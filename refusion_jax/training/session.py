@@ -130,8 +130,12 @@ class Session:
             self._run.preemption.check()
 
         self.watchdog.alive(now.step, is_slow=True)
-        with self.pause("evaluate", step=now.step), contextlib.suppress(PreemptionRequested):
-            scores, samples = self._run.tasks(now.state.weights, alive)
+        with self.pause("evaluate", step=now.step):
+            try:
+                scores, samples = self._run.tasks(now.state.weights, alive)
+            except PreemptionRequested:
+                now.is_preempted = True  # another step would take from the time there is to save
+                return
             now.evaluated |= scores
             self.metrics.show(now.step, samples)
 
