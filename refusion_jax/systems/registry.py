@@ -27,7 +27,7 @@ _registered: dict[str, System] = {}
 def register(system: System) -> System:
     """Registers a system by its name; UserError where it lacks something or takes something from the others.
 
-    One that was registered by this name, with the same config section, gives way: a cell of a notebook is run again.
+    One that was registered by this name, with the same config section, is replaced: a cell of a notebook is run again.
     """
     others = systems()
     if system.name in _registered and others[system.name].section.name == system.section.name:
