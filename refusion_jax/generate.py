@@ -32,14 +32,12 @@ each token of each of --decode.batch_size rows. An 8B model in bfloat16: 147,456
 bfloat16's bytes for weights and cache, and round them (benchmarks/results/int8.md).
 """
 
-import contextlib
 import dataclasses
-import json
 import math
 import os
 import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import jax
@@ -62,15 +60,16 @@ from refusion_jax.cli.progress import track
 from refusion_jax.cli.settings import declared
 from refusion_jax.data.interface import Tokenizer
 from refusion_jax.decoding.decoder import Decoder
-from refusion_jax.decoding.journal import Journal, read_records
+from refusion_jax.decoding.output import is_on_disk, open_output, to_line
 from refusion_jax.decoding.player import BEGINNING, MOST, Decodings, page
-from refusion_jax.decoding.prompts import check_characters, encode_prompt, read_prompts, to_record
-from refusion_jax.decoding.requests import Request, prepare
+from refusion_jax.decoding.prompts import asked_prompts, check_characters, to_record
+from refusion_jax.decoding.requests import Answer, Request, prepare
 from refusion_jax.decoding.settings import Settings
 from refusion_jax.decoding.stops import Stops
 from refusion_jax.distributed.compiled_code import keep_for_user
 from refusion_jax.distributed.sharding import make_mesh
 from refusion_jax.distributed.storage import write_file
+from refusion_jax.model.transformer import Transformer
 from refusion_jax.serving.terminal import Screen, printable
 from refusion_jax.systems.api import DecodeSettings, all_settings, check_settings, decoder_for, play, stream
 from refusion_jax.systems.registry import decoders, default_decoder, default_system, find_decoder
@@ -131,11 +130,7 @@ class Asked:
     def read(cls, checkpoint: epath.Path, settings: Settings) -> "Asked":
         """The prompts of --prompt or --input, for a model; UserError where the decoder cannot serve them."""
         tokenizer = find_tokenizer(checkpoint)
-        if _INPUT.value is None:
-            prompts = [(0, Request(encode_prompt(_PROMPT.value, tokenizer, "--prompt"), name="--prompt"))]
-        else:
-            prompts = read_prompts(Path(_INPUT.value), tokenizer, settings)
-        ids, requests = zip(*prompts, strict=True)
+        ids, requests = asked_prompts(_PROMPT.value, _INPUT.value, tokenizer, settings)
         config = read_model_config(checkpoint)
         requests = prepare(requests, settings, config)
         return cls(checkpoint, tokenizer, settings, ids, requests, decoder_for(requests, config))
@@ -157,31 +152,18 @@ def other(compare: str, checkpoint: epath.Path, given: dict[str, object]) -> Ask
         return Asked.read(checkpoint, DecodeSettings(**given | {"method": choose_method(checkpoint, method)}))
 
 
-def parts_of(output: Path | None, text: str) -> tuple[int, list[Path]]:
-    """(number from 0 of a part I/N, journals of all N parts).
+def part_of(text: str, output: epath.Path | None) -> tuple[int, int]:
+    """(number, count) of a part I/N.
 
     Raises UserError where this is no part, or the output no file on a disk, where the parts come together.
     """
     found = re.fullmatch(r"([1-9]\d{0,3})/([1-9]\d{0,3})", text)
-    part, count = map(int, found.groups()) if found else (1, 0)
-    if part > count:
+    number, count = map(int, found.groups()) if found else (1, 0)
+    if number > count:
         raise UserError(f"--part={text}: give I/N, such as 2/4, with I from 1 to N")
-    if output is None or _WATCH.value:
+    if output is None or not is_on_disk(output) or _WATCH.value:
         raise UserError(f"--part={text}: needs an --output that is a file on a disk, and makes no --watch page")
-    return part - 1, [output.with_name(f"{output.name}.partial-{i}-of-{count}") for i in range(1, count + 1)]
-
-
-class InOrder:
-    """Passes on what comes in any order, in order, as soon as all before it is there."""
-
-    def __init__(self, write: Callable[[dict], None]):
-        self._write, self._waiting, self._next = write, {}, 0
-
-    def add(self, index: int, record: dict) -> None:
-        self._waiting[index] = record
-        while self._next in self._waiting:
-            self._write(self._waiting.pop(self._next))
-            self._next += 1
+    return number, count
 
 
 def show(record: dict) -> None:
@@ -198,110 +180,88 @@ def is_for_people() -> bool:
     return is_shown and sys.stdout.isatty()
 
 
-def to_line(record: dict) -> str:
-    """A record as a line of JSON."""
-    return json.dumps(record, ensure_ascii=False) + "\n"
-
-
-def main() -> None:
-    if _CHECKPOINT.value is None or (_INPUT.value is None) == (_PROMPT.value is None):
-        raise UserError("--checkpoint=DIR and one of --input=FILE and --prompt=TEXT are needed; --help explains")
-    checkpoint = epath.Path(_CHECKPOINT.value)
-    output = epath.Path(_OUTPUT.value) if _OUTPUT.value else None
-    watch = epath.Path(_WATCH.value) if _WATCH.value else None
+def check_places(checkpoint: epath.Path, output: epath.Path | None, watch: epath.Path | None) -> None:
+    """Raises UserError where the files that are asked for cannot be written."""
     if output:
         check_place(checkpoint, "output", output, b'{"id": ', "not answers")
     if watch:
         check_place(checkpoint, "watch", watch, BEGINNING, "no page of ours")
     if watch and output and os.path.realpath(watch) in map(os.path.realpath, (output, f"{output}.partial")):
         raise UserError(f"--watch={watch}: is the --output, too, or its OUTPUT.partial; name another place")
+    if _COMPARE.value and not watch:
+        raise UserError(f"--compare={_COMPARE.value}: needs --watch=PAGE.html, which shows it")
+
+
+def check_uses(asked: Asked, stops: Stops) -> None:
+    """Raises UserError where a flag can do nothing for these prompts."""
+    if stops.texts and asked.tokenizer is None:
+        why = "has no tokenizer, so its answers are no text to look in"
+        raise UserError(f"--stop={stops.texts[0]}: {asked.checkpoint} {why}")
+    if _WATCH.value and (count := len(asked.requests)) > MOST:
+        raise UserError(f"--watch={_WATCH.value}: a page plays {MOST} prompts at most; {_INPUT.value} holds {count}")
+
+
+def answers_to(
+    asked: Asked, indices: Sequence[int], model: Transformer, page: Decodings | None
+) -> Iterator[tuple[int, Answer]]:
+    """(index, answer) of some of the prompts: at a terminal a single one as it fills, others with a bar."""
+    screen = Screen(asked.requests[0], asked.tokenizer, asked.decoder.ids.eos_id) if is_for_people() else None
+    answers = stream(
+        model,
+        [asked.requests[i] for i in indices],
+        asked.decoder,
+        watch=(lambda _, answer: screen.show(answer)) if screen else None,
+        every=1,
+        record=page.record if page else None,
+    )
+    if screen:
+        with screen:
+            answers = list(answers)
+    for at, answer in track(answers, "decoding", len(indices)) if _INPUT.value else answers:
+        yield indices[at], answer
+
+
+def main() -> None:
+    # 1. What is asked for, checked as a whole.
+    if _CHECKPOINT.value is None or (_INPUT.value is None) == (_PROMPT.value is None):
+        raise UserError("--checkpoint=DIR and one of --input=FILE and --prompt=TEXT are needed; --help explains")
+    checkpoint = epath.Path(_CHECKPOINT.value)
+    output, watch = (epath.Path(flag.value) if flag.value else None for flag in (_OUTPUT, _WATCH))
+    check_places(checkpoint, output, watch)
+    part = part_of(_PART.value, output) if _PART.value is not None else None
     stops = Stops(tuple(_STOP.value))
     for stop in stops.texts:
         check_characters(stop, "--stop")
     given = command.given(_SETTINGS)
     given["method"] = choose_method(checkpoint, given.get("method"))
     check_settings(given["method"], given)
-    settings = DecodeSettings(**given)
     split = {"data": _DATA.value, "tensor": _TENSOR.value}
     mesh = make_mesh(split, jax.devices()[: math.prod(split.values())])
-
-    # 1. What is asked for, checked as a whole.
-    asked = Asked.read(checkpoint, settings)
-    tokenizer, ids, requests = asked.tokenizer, asked.ids, asked.requests
-    if stops.texts and tokenizer is None:
-        raise UserError(
-            f"--stop={stops.texts[0]}: {checkpoint} has no tokenizer, so its answers are no text to look in"
-        )
-    if watch and len(requests) > MOST:
-        raise UserError(f"--watch={watch}: a page plays {MOST} prompts at most; {_INPUT.value} holds {len(requests)}")
-    if _COMPARE.value and not watch:
-        raise UserError(f"--compare={_COMPARE.value}: needs --watch=PAGE.html, which shows it")
+    asked = Asked.read(checkpoint, DecodeSettings(**given))
+    check_uses(asked, stops)
     rival = other(_COMPARE.value, checkpoint, given) if _COMPARE.value else None
     keep_for_user(_CACHE.value)
 
-    # 2. Where the answers go: to a file, through a journal; to anything else as soon as their turn comes.
-    with contextlib.ExitStack() as stack:
-        journal = None
-        target = Path(os.path.realpath(output)) if output and not is_remote(output) else None
-        if target and not (target.is_file() or not target.exists()):  # to etils a device is a file, too
-            target = None
-        mine, parts = parts_of(target, _PART.value) if _PART.value is not None else (0, [])
-        if target:
-            partial = parts[mine] if parts else target.with_name(f"{target.name}.partial")
-            call = describe_call(_CHECKPOINT.value, ids, requests, _STOP.value, _DTYPE.value)
-            journal = Journal(partial, call, range(len(requests)))
-            stack.callback(journal.close)
-            add, records = journal.add, journal.records
-        elif output and is_remote(output):
-            records = {}
-            add = records.__setitem__
-        else:
-            file = output and stack.enter_context(open(output, "w", buffering=1, encoding="utf-8"))
-            records, add = {}, InOrder(lambda record: file.write(to_line(record)) if file else show(record)).add
+    # 2. What is not answered yet is decoded; for a page, everything.
+    ids, requests = asked.ids, asked.requests
+    call = describe_call(_CHECKPOINT.value, ids, requests, _STOP.value, _DTYPE.value)
+    with open_output(output, show, len(ids), call, part) as answers:
+        recording = Decodings(asked.name, asked.tokenizer) if watch else None
+        if todo := range(len(ids)) if watch else answers.left:
+            model = load_for(checkpoint, asked.settings, _DTYPE.value, mesh)
+            for i, answer in answers_to(asked, todo, model, recording):
+                record = to_record(ids[i], answer, asked.tokenizer, stops)
+                answers.add(i, record)
+                if recording:
+                    recording.add(i, requests[i], answer, len(record["tokens"]))
 
-        # 3. What is not answered yet is decoded; for a page, everything.
-        watched = Decodings(asked.name, tokenizer) if watch else None
-        own = range(len(requests))[mine :: len(parts) or None]
-        todo = [i for i in own if watched or i not in records]
-        if done := len(own) - len(todo):
-            print(f"{journal.path}: {done} of {len(own)} answers are there, going on", flush=True)
-        if todo:
-            screen = Screen(requests[0], tokenizer, asked.decoder.ids.eos_id) if is_for_people() else None
-            answers = stream(
-                load_for(checkpoint, settings, _DTYPE.value, mesh),
-                [requests[i] for i in todo],
-                asked.decoder,
-                watch=(lambda _, answer: screen.show(answer)) if screen else None,
-                every=1,
-                record=watched.record if watched else None,
-            )
-            if screen:
-                with screen:
-                    answers = list(answers)
-            for at, answer in track(answers, "decoding", len(own), done) if _INPUT.value else answers:
-                record = to_record(ids[todo[at]], answer, tokenizer, stops)
-                add(todo[at], record)
-                if watched:
-                    watched.add(at, requests[at], answer, len(record["tokens"]))
-
-        # 4. The finished files, in the order of the prompts.
-        if watched:
-            recordings = [watched]
+        # 3. The finished files, in the order of the prompts.
+        if recording:
+            recordings = [recording]
             if rival:
                 model = load_for(rival.checkpoint, rival.settings, _DTYPE.value, mesh)
                 recordings.append(play(model, rival.requests, rival.tokenizer, rival.name, stops))
             write_file(watch, page([(id, [of.scenes[i] for of in recordings]) for i, id in enumerate(ids)]))
-        if parts:
-            records = {key: record for path in parts for key, record in read_records(path, call).items()}
-            if left := len(requests) - len(records):
-                print(f"{journal.path}: {len(own)} answers; {left} are left to other parts")
-                return
-            stack.callback(lambda: [path.unlink(missing_ok=True) for path in parts])
-        if journal or (output and is_remote(output)):
-            write_file(output, "".join(to_line(records[i]) for i in range(len(requests))))
-            if journal:
-                journal.delete()
-            print(f"{output}: {len(requests)} answers, {len(todo)} of them decoded now")
 
 
 if __name__ == "__main__":

@@ -108,6 +108,24 @@ def test_parts_that_processes_answer_make_the_file_of_one_and_a_killed_one_goes_
         assert err.startswith(f"error: --part={part}: ")
 
 
+def test_answers_of_all_parts_stay_where_their_file_cannot_be_written(trained_run, tmp_path, full_disk):
+    lines = [{"prompt": f"Sort {i} 3 9."} for i in range(40)]
+    (tmp_path / "in.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    output = tmp_path / "out.jsonl"
+    flags = [f"--checkpoint={trained_run}", f"--input={tmp_path}/in.jsonl", f"--output={output}"]
+    flags += ["--decode.max_new_tokens=8"]
+    run("generate", *flags, "--part=1/2")
+    parts = [tmp_path / f"out.jsonl.partial-{i}-of-2" for i in (1, 2)]
+    full_disk(3 * parts[0].stat().st_size // 2)  # room for each part, and not for both
+    _, err = run("generate", *flags, "--part=2/2", code=1)
+    assert err == "error: the output: File too large\n"
+    assert all(len(part.read_text().splitlines()) == 21 for part in parts)
+    full_disk(-1)
+    out, _ = run("generate", *flags, "--part=2/2")
+    assert f"{output}: 40 answers, 0 of them decoded now" in out
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["in.jsonl", "out.jsonl"]
+
+
 def test_a_reader_that_has_enough_ends_it_quietly(many):
     process = start("generate", *many)
     assert json.loads(process.stdout.readline())["id"] == "n0"

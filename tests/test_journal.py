@@ -3,10 +3,12 @@
 import json
 
 import pytest
+from etils import epath
 
 from refusion_jax import UserError
 from refusion_jax.cli.errors import Failure
 from refusion_jax.decoding.journal import Journal
+from refusion_jax.decoding.output import open_output
 
 CALL = {"model": "a", "prompts": "b", "settings": "c"}
 ANSWERS = [{"id": i, "text": "\u2028" * i} for i in range(5)]
@@ -36,12 +38,12 @@ def test_answers_outlive_a_kill_at_any_byte(tmp_path):
         assert journal.records == {**dict(enumerate(ANSWERS[:kept])), 4: ANSWERS[4]}
 
 
-def test_nothing_is_made_before_the_first_answer_and_nothing_remains_after_the_last(tmp_path):
-    journal = Journal(tmp_path / "new" / "j", CALL, range(5))
-    assert not list(tmp_path.iterdir())
-    journal.add(3, ANSWERS[3])
-    journal.delete()
-    assert not list((tmp_path / "new").iterdir())
+def test_nothing_is_made_before_the_first_answer_and_the_file_alone_remains_after_the_last(tmp_path):
+    with open_output(epath.Path(tmp_path / "new" / "out"), print, 1, CALL) as output:
+        assert not list(tmp_path.iterdir())
+        output.add(0, ANSWERS[3])
+        assert [p.name for p in (tmp_path / "new").iterdir()] == ["out.partial"]
+    assert [p.name for p in (tmp_path / "new").iterdir()] == ["out"]
 
 
 def test_lines_that_make_no_sense_are_left_out(tmp_path):

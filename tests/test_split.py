@@ -26,7 +26,7 @@ from refusion_jax.checkpoints.load import open_weights, read_model_config, reade
 from refusion_jax.checkpoints.run_directory import write_model_config
 from refusion_jax.checkpoints.weights import save_params
 from refusion_jax.cli.errors import Failure, UserError
-from refusion_jax.decoding.journal import Journal
+from refusion_jax.decoding.output import File
 from refusion_jax.decoding.requests import prepare
 from refusion_jax.model import huggingface
 from refusion_jax.split import device, frames
@@ -372,7 +372,7 @@ def save(model, path, kind="run"):
 
 def test_answers_to_other_prompts_are_not_taken_from_a_call_that_was_cut_off(served, model, key, tmp_path, monkeypatch):
     save(model, epath.Path(tmp_path / "run"))
-    monkeypatch.setattr(Journal, "delete", Journal.close)  # as if it were killed before its end
+    monkeypatch.setattr(File, "finish", lambda _: None)  # as if it were killed before its end
 
     def call(prompt):
         (tmp_path / "in.jsonl").write_text(json.dumps({"prompt_ids": prompt}))

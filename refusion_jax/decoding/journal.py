@@ -77,11 +77,6 @@ class Journal:
             self._log.close()
             self._log = None
 
-    def delete(self) -> None:
-        with contextlib.suppress(FileNotFoundError):
-            self.path.unlink()
-        self.close()
-
 
 def read_records(path: Path, call: dict[str, str] | None = None) -> dict[int | str, dict[str, Any]]:
     """The answers in a journal that another process may be writing; none if it is not there, or of another `call`."""

@@ -3,7 +3,7 @@
 import bisect
 import dataclasses
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TypeAlias
 
@@ -17,6 +17,15 @@ from refusion_jax.distributed.json_files import read_json_lines
 
 Decode: TypeAlias = Callable[[list[int]], str]  # text of token ids
 CONTEXT = 8  # tokens before a token that its text may depend on
+
+
+def asked_prompts(
+    prompt: str | None, file: str | None, tokenizer: Tokenizer | None, settings: Settings
+) -> tuple[Sequence[object], Sequence[Request]]:
+    """Ids and requests of what --prompt says, or of the file of --input."""
+    if file is None:
+        return (0,), (Request(encode_prompt(prompt, tokenizer, "--prompt"), name="--prompt"),)
+    return tuple(zip(*read_prompts(Path(file), tokenizer, settings), strict=True))
 
 
 def read_prompts(path: Path, tokenizer: Tokenizer | None, settings: Settings) -> list[tuple[object, Request]]:

@@ -13,7 +13,6 @@ are kept in OUTPUT.partial: the same command decodes what is missing. A last lin
 
 import dataclasses
 import functools
-import json
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -29,13 +28,12 @@ from refusion_jax.cli import command, flag_values
 from refusion_jax.cli.errors import SettingError, UserError
 from refusion_jax.decoding import queue
 from refusion_jax.decoding.decoder import Decoder
-from refusion_jax.decoding.journal import Journal
-from refusion_jax.decoding.prompts import encode_prompt, read_prompts, to_record
+from refusion_jax.decoding.output import open_output, to_line
+from refusion_jax.decoding.prompts import asked_prompts, to_record
 from refusion_jax.decoding.requests import Answer, Request, prepare
 from refusion_jax.decoding.settings import Settings
 from refusion_jax.decoding.stops import Stops
 from refusion_jax.distributed.compiled_code import keep_for_user
-from refusion_jax.distributed.storage import write_file
 from refusion_jax.model.shape import ModelConfig
 from refusion_jax.split import choice, frames
 from refusion_jax.split.codec import CODECS
@@ -81,14 +79,10 @@ def main(own: flags.FlagValues) -> None:
     address, checkpoint = frames.address_of(own.server), epath.Path(own.checkpoint)
     settings = settings_of(own, checkpoint)
     tokenizer, config = find_tokenizer(checkpoint), read_model_config(checkpoint)
-    if own.input is None:
-        prompts = [(0, Request(encode_prompt(own.prompt, tokenizer, "--prompt"), name="--prompt"))]
-    else:
-        prompts = read_prompts(Path(own.input), tokenizer, settings)
+    ids, given = asked_prompts(own.prompt, own.input, tokenizer, settings)
     if own.output:
         flag_values.check_output("output", Path(own.output))
         flag_values.check_apart(own.output, [own.input] if own.input else [])
-    ids, given = zip(*prompts, strict=True)
     requests = prepare(given, settings, config)
     decoder = decoder_on_link(requests, config)
     if not own.auto and own.layers >= config.num_hidden_layers:
@@ -100,28 +94,15 @@ def main(own: flags.FlagValues) -> None:
         settings = dataclasses.replace(settings, **choose_flags(own, config, stamp, requests, decoder))
         requests = prepare(given, settings, config)
         decoder = decoder_on_link(requests, config)
-    journal = None
-    if own.output:
-        how = [own[name].value for name in (*_CHOSEN, "dtype")]
-        call = describe_call(own.checkpoint, ids, requests, *how)
-        journal = Journal(Path(f"{own.output}.partial"), call, range(len(ids)))
-    records = journal.records if journal else {}
-    todo = [i for i in range(len(ids)) if i not in records]
-    part = load_part(read, config, 0, own.layers, own.dtype, own.weights, own.cache)
-    link = Link(address, Path(own.key), stamp, own.layers, own.codec, own.patience)
-
-    began, tokens = time.perf_counter(), 0
-    for at, answer in decode_split(SplitModel(part, link), [requests[i] for i in todo], decoder):
-        tokens += len(answer.tokens)
-        record = to_record(ids[todo[at]], answer, tokenizer, Stops(()))
-        if journal:
-            journal.add(todo[at], record)
-        else:
-            print(json.dumps(record, ensure_ascii=False), flush=True)
-    if journal:
-        lines = (json.dumps(records[i], ensure_ascii=False) + "\n" for i in range(len(ids)))
-        write_file(Path(own.output), "".join(lines))
-        journal.delete()
+    call = describe_call(own.checkpoint, ids, requests, *[own[name].value for name in (*_CHOSEN, "dtype")])
+    output = epath.Path(own.output) if own.output else None
+    with open_output(output, lambda record: print(to_line(record), end="", flush=True), len(ids), call) as answers:
+        part = load_part(read, config, 0, own.layers, own.dtype, own.weights, own.cache)
+        link = Link(address, Path(own.key), stamp, own.layers, own.codec, own.patience)
+        began, tokens, todo = time.perf_counter(), 0, answers.left
+        for at, answer in decode_split(SplitModel(part, link), [requests[i] for i in todo], decoder):
+            tokens += len(answer.tokens)
+            answers.add(todo[at], to_record(ids[todo[at]], answer, tokenizer, Stops(())))
     print(summary(link, tokens, time.perf_counter() - began), file=sys.stderr)
     link.close()
 

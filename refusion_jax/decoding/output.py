@@ -1,0 +1,104 @@
+"""Where the answers to a list of prompts go: in turn to a reader, or into a file that is whole or not there."""
+
+import contextlib
+import json
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from etils import epath
+
+from refusion_jax.cli.paths import is_remote
+from refusion_jax.decoding.journal import Journal, read_records
+from refusion_jax.distributed.storage import write_file
+
+_Record = dict[str, Any]
+
+
+class InTurn:
+    """Answers to a terminal, a pipe or a device: each as soon as all before it are there."""
+
+    def __init__(self, write: Callable[[_Record], object], count: int):
+        self.left = range(count)
+        self._write, self._waiting, self._next = write, {}, 0
+
+    def add(self, index: int, record: _Record) -> None:
+        self._waiting[index] = record
+        while self._next in self._waiting:
+            self._write(self._waiting.pop(self._next))
+            self._next += 1
+
+
+class File:
+    """Answers to a file, which is written when all are there; on a disk a journal next to it keeps them until then.
+
+    Processes that answer a part each have a journal each, and the last to finish writes the file.
+    """
+
+    def __init__(self, path: epath.Path, count: int, call: dict[str, str], part: tuple[int, int] | None = None):
+        """`call` has all that the answers depend on; `part` is (number from 1, count), or None for all prompts."""
+        number, parts = part or (1, 1)
+        names = [f".partial-{i + 1}-of-{parts}" for i in range(parts)] if part else [".partial"]
+        real = os.path.realpath(path)
+        self._path, self._count, self._call = path, count, call
+        self._journals = [] if is_remote(path) else [Path(real + name) for name in names]
+        self._journal = Journal(self._journals[number - 1], call, range(count)) if self._journals else None
+        self._records = self._journal.records if self._journal else {}
+        self._own = range(count)[number - 1 :: parts]
+        self.left = [i for i in self._own if i not in self._records]
+        if done := len(self._own) - len(self.left):
+            print(f"{self._journal.path}: {done} of {len(self._own)} answers are there, going on", flush=True)
+
+    def add(self, index: int, record: _Record) -> None:
+        if self._journal:
+            self._journal.add(index, record)
+        else:
+            self._records[index] = record
+
+    def finish(self) -> None:
+        """Writes the file, unless other processes have parts to answer yet; the journals go when it is there."""
+        records = dict(self._records)
+        for path in self._journals:
+            records |= read_records(path, self._call)
+        if missing := set(range(self._count)) - set(records):
+            print(f"{self._journal.path}: {len(self._own)} answers; {len(missing)} are left to other parts")
+            return
+        write_file(self._path, "".join(to_line(records[i]) for i in range(self._count)))
+        for path in self._journals:
+            path.unlink(missing_ok=True)
+        print(f"{self._path}: {self._count} answers, {len(self.left)} of them decoded now")
+
+    def close(self) -> None:
+        if self._journal:
+            self._journal.close()
+
+
+def is_on_disk(path: epath.PathLike) -> bool:
+    """Whether a path names a file on a disk, or none yet: no pipe, device or store."""
+    return not is_remote(path) and (Path(path).is_file() or not Path(path).exists())
+
+
+@contextlib.contextmanager
+def open_output(
+    path: epath.Path | None,
+    show: Callable[[_Record], object],
+    count: int,
+    call: dict[str, str],
+    part: tuple[int, int] | None = None,
+) -> Iterator[InTurn | File]:
+    """Where `count` answers go: to a path, or by `show`. A file is finished when the block ends without an error."""
+    if path is None:
+        yield InTurn(show, count)
+    elif is_remote(path) or is_on_disk(path):
+        with contextlib.closing(File(path, count, call, part)) as file:
+            yield file
+            file.finish()
+    else:
+        with open(path, "w", buffering=1, encoding="utf-8") as device:
+            yield InTurn(lambda record: device.write(to_line(record)), count)
+
+
+def to_line(record: _Record) -> str:
+    """A record as a line of JSON."""
+    return json.dumps(record, ensure_ascii=False) + "\n"
