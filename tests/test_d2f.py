@@ -14,9 +14,9 @@ from refusion_jax.systems import d2f
 
 OBJECTIVE = d2f.BlockForcing(mask_id=MASK, block_length=2, padding=0.0, least=0.2, most=0.7)
 ROWS = Rows(
-    tokens=jnp.arange(5, 25, dtype=jnp.int32)[None],
-    segment_ids=jnp.array([[1] * 6 + [2] * 9 + [3] * 3 + [0] * 2]),
-    is_response=jnp.array([[0, 0, 1, 1, 1, 1] + [0] + [1] * 8 + [1] * 3 + [0] * 2], bool),
+    tokens=jnp.arange(5, 31, dtype=jnp.int32)[None],
+    segment_ids=jnp.array([[1] * 6 + [2] * 9 + [3] * 3 + [4] + [5] * 5 + [0] * 2]),
+    is_response=jnp.array([[0, 0, 1, 1, 1, 1] + [0] + [1] * 8 + [1] * 9 + [0] * 2], bool),
 )
 
 
@@ -35,17 +35,20 @@ def test_the_matrix_of_the_docstring_is_the_mask(batches):
 
 
 def test_noise_rises_from_block_to_block_between_its_bounds(batches):
+    """By the same part of what is left at most, whatever stands before the document: the last is a text after another."""
     p = np.stack([np.asarray(batch.diagnostics["mask_ratio"][0]) for batch in batches])
     assert (p >= 0.2).all()
     assert (p <= 0.7).all()
     blocks = np.asarray(batches[0].visibility.rank[0])
-    for own in (range(2, 6), range(7, 15), range(15, 18)):
+    for own in (range(2, 6), range(7, 15), range(15, 18), range(19, 24)):
+        most = (0.7 - p[:, own[0]]) / (blocks[own[-1]] - 1)
         for here, after in zip(own, own[1:], strict=False):
             rise = p[:, after] - p[:, here]
             if blocks[here] == blocks[after]:
                 np.testing.assert_allclose(rise, 0, atol=1e-6)
             else:
                 assert (rise >= -1e-6).all()
+                assert (rise <= most + 1e-6).all()
                 assert rise.max() > 0.05
 
 

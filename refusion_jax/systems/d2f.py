@@ -108,11 +108,11 @@ class BlockForcing(Objective):
         draws = jax.vmap(lambda key: jax.random.uniform(key, (3, T)))(keys)
         first = self.least + (self.most - self.least) * jnp.take_along_axis(draws[:, 0], document, axis=1)
         # The increment of a block is the draw at its first token; the first block of a response has none.
-        begins = jnp.pad(block[:, 1:] != block[:, :-1], ((0, 0), (1, 0)), constant_values=True) & (block > 0)
-        rises = jnp.cumsum(jnp.where(begins & (block > 1), draws[:, 1], 0.0), axis=1)
-        rises = rises - jnp.take_along_axis(rises, document, axis=1)  # over this document alone
-        blocks = per_document_sum(begins, rows.segment_ids)
-        p = first + (self.most - first) / jnp.maximum(blocks - 1, 1) * rises
+        rises = jnp.pad(block[:, 1:] != block[:, :-1], ((0, 0), (1, 0))) & (block > 1)
+        risen = jnp.cumsum(jnp.where(rises, draws[:, 1], 0.0), axis=1)
+        risen = risen - jnp.take_along_axis(risen, document, axis=1)  # over this document alone
+        increments = (per_document_sum(rows.is_response, rows.segment_ids) - 1) // self.block_length
+        p = first + (self.most - first) / jnp.maximum(increments, 1) * risen
         p = jnp.clip(p, self.least, self.most)
         return rows.is_response & (draws[:, 2] < p), p
 
