@@ -17,9 +17,10 @@ import jax
 import jax.numpy as jnp
 import pytest
 import tokenizers
-from conftest import QUICK_COMPILE, ROOT, tiny_model
+from conftest import EOS, QUICK_COMPILE, ROOT, tiny_model
 
 from refusion_jax.batch.batch import Batch, weigh
+from refusion_jax.batch.rows import Rows
 from refusion_jax.model import huggingface
 from refusion_jax.training.metrics import read_metrics
 
@@ -109,6 +110,12 @@ def loss_terms(logits: jax.Array, batch: Batch) -> dict[str, jax.Array]:
     """The definition of the loss: all terms, from the logits [B, T, V] of a batch."""
     label_logits = jnp.take_along_axis(logits, batch.labels[..., None], axis=-1)[..., 0]
     return weigh(jax.nn.logsumexp(logits, axis=-1) - label_logits, batch)
+
+
+def with_eos(rows: Rows) -> Rows:
+    """The rows with EOS in place of the last token of each document."""
+    after = jnp.pad(rows.segment_ids[:, 1:], ((0, 0), (0, 1)))
+    return rows.replace(tokens=jnp.where(after != rows.segment_ids, EOS, rows.tokens))
 
 
 def drawn_matrix(text: str, columns: int) -> list[list[bool]]:

@@ -4,9 +4,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import BOS, MASK, PROMPTS, settings, sharp_model, tiny_model
+from conftest import BOS, EOS, MASK, PROMPTS, settings, sharp_model, tiny_model
 from flax import nnx
-from helpers import drawn_matrix
+from helpers import drawn_matrix, with_eos
 
 from refusion_jax import decode
 from refusion_jax.batch.masking import shuffle_documents
@@ -16,7 +16,7 @@ from refusion_jax.decoding.requests import Given
 from refusion_jax.systems import block_diffusion
 
 KEYS = jax.random.split(jax.random.key(0), 4)
-corrupt = jax.jit(block_diffusion.ComplementaryMasks(MASK, 4).corrupt)
+corrupt = jax.jit(block_diffusion.ComplementaryMasks(MASK, 4, eos_id=EOS).corrupt)
 prefill = nnx.jit(kv.prefill, static_argnums=(2, 3))
 
 
@@ -29,7 +29,7 @@ def test_every_token_is_masked_in_one_of_both_copies_and_blocks_are_one_document
     """Blocks of four: the second is the first document's, and repeats its end in place of the other's beginning."""
     tokens, segments = np.arange(5, 17), np.array([1] * 6 + [2] * 6)
     response = np.array([0, 0, 1, 1, 1, 1, 0, 1, 1, 1, 1, 1], bool)
-    rows, keys = Rows(*(jnp.asarray(x)[None] for x in (tokens, segments, response))), KEYS[seed : seed + 1]
+    rows, keys = with_eos(Rows(*(jnp.asarray(x)[None] for x in (tokens, segments, response)))), KEYS[seed : seed + 1]
     tokens, response = (np.asarray(x[0]) for x in jax.tree.leaves(shuffle_documents(rows, keys))[::2])
     owner, source = np.array([1] * 8 + [2] * 4), np.array([0, 1, 2, 3, 4, 5, 5, 5, 8, 9, 10, 11])
     seen, trained = tokens[source], response[source]

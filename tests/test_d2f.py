@@ -35,7 +35,7 @@ def test_the_matrix_of_the_docstring_is_the_mask(batches):
 
 
 def test_noise_rises_from_block_to_block_between_its_bounds(batches):
-    """By the same part of what is left at most, whatever stands before the document: the last is a text after another."""
+    """By a share of what is left at most, whatever stands before the document: the last is a text after another."""
     p = np.stack([np.asarray(batch.diagnostics["mask_ratio"][0]) for batch in batches])
     assert (p >= 0.2).all()
     assert (p <= 0.7).all()

@@ -4,8 +4,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import MASK, config_with, forward, tiny_model
-from helpers import loss_terms
+from conftest import EOS, MASK, config_with, forward, tiny_model
+from helpers import loss_terms, with_eos
 from test_objectives import rows_of
 
 from refusion_jax.batch.masking import pad_answers
@@ -16,10 +16,10 @@ from refusion_jax.config import make_objective
 @pytest.mark.parametrize("padding", [0.0, 0.5])
 def test_the_loss_of_packed_rows_is_that_of_their_documents_one_a_row_by_hand(padding):
     """1 / documents * sum over masked tokens of CE / (p * response tokens), each document in a forward of its own."""
-    rows, model = rows_of([(2, 7), (0, 5), (3, 4)], [(1, 9), (4, 10)]), tiny_model()
-    objective = make_objective(config_with(objective="llada", **{"llada.padding": padding}), MASK)
+    rows, model = with_eos(rows_of([(2, 7), (0, 5), (3, 4)], [(1, 9), (4, 10)])), tiny_model()
+    objective = make_objective(config_with(objective="llada", **{"llada.padding": padding}), MASK, EOS)
     keys = jax.random.split(jax.random.key(5), 2)
-    batch, padded = jax.jit(lambda *given: (objective.corrupt(*given), pad_answers(*given, padding)))(rows, keys)
+    batch, padded = jax.jit(lambda *given: (objective.corrupt(*given), pad_answers(*given, padding, EOS)))(rows, keys)
     total, documents, length = 0.0, 0, rows.tokens.shape[1]
     segments = np.asarray(batch.visibility.segment_ids)
     for row in range(2):

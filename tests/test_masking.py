@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import MASK, config_with
+from conftest import EOS, MASK, config_with
 
 from refusion_jax.batch.masking import pad_answers, shuffle_documents
 from refusion_jax.batch.rows import Rows, text_positions
@@ -24,7 +24,7 @@ UNEQUAL = Rows(
     segment_ids=jnp.array([[1] * 4 + [2] * 3 + [3] * 2 + [0]]),
     is_response=jnp.array([[0, 0, 0, 1, 0, 0, 1, 0, 1, 0]], bool),
 )
-PAD, SHUFFLE = jax.jit(pad_answers, static_argnums=2), jax.jit(shuffle_documents)
+PAD, SHUFFLE = jax.jit(pad_answers, static_argnums=(2, 3)), jax.jit(shuffle_documents)
 KEYS = [jax.random.split(jax.random.key(seed), 2) for seed in range(40)]
 
 
@@ -54,7 +54,7 @@ def test_documents_are_whole_and_stand_in_any_order_and_place():
 @pytest.mark.parametrize("shuffle", [False, True])
 def test_the_shortest_document_is_replaced_unless_it_is_shuffled_to_the_front(name, shuffle):
     objective = make_objective(
-        config_with(objective=name, **{f"{name}.padding": 0.5, f"{name}.shuffle": shuffle}), MASK
+        config_with(objective=name, **{f"{name}.padding": 0.5, f"{name}.shuffle": shuffle}), MASK, EOS
     )
     corrupt, lengths = jax.jit(objective.corrupt), set()
     for keys in KEYS:
@@ -65,7 +65,7 @@ def test_the_shortest_document_is_replaced_unless_it_is_shuffled_to_the_front(na
 
 
 def test_the_drawing_of_the_docstring_is_one_of_the_rows_that_come_out():
-    drawn = [np.asarray(PAD(ROWS, keys, 0.5).tokens[0]).tolist() for keys in KEYS]
+    drawn = [np.asarray(PAD(ROWS, keys, 0.5, EOS).tokens[0]).tolist() for keys in KEYS]
     assert [10, 11, 2, 2, 2, 2, 30, 31, 2, 2] in drawn
     assert [10, 11, 2, 20, 21, 2, 30, 31, 2, 2] in drawn
     assert all(tokens[:3] == [10, 11, 2] for tokens in drawn)  # the first stays
@@ -73,7 +73,7 @@ def test_the_drawing_of_the_docstring_is_one_of_the_rows_that_come_out():
 
 def test_padding_is_a_part_of_the_answer_before_it():
     for keys in KEYS:
-        rows = PAD(ROWS, keys, 0.5)
+        rows = PAD(ROWS, keys, 0.5, EOS)
         tokens = np.asarray(rows.tokens[0])
         is_padding = (tokens == 2) & (np.roll(tokens, 1) == 2)
         assert np.asarray(rows.is_response[0])[is_padding].all()
@@ -85,7 +85,7 @@ def test_padding_is_a_part_of_the_answer_before_it():
 
 @pytest.mark.parametrize("name", ["llada", "dream"])
 def test_how_much_of_a_document_is_masked_does_not_depend_on_whether_it_stays(name):
-    objective = make_objective(config_with(objective=name, **{f"{name}.padding": 0.5}), MASK)
+    objective = make_objective(config_with(objective=name, **{f"{name}.padding": 0.5}), MASK, EOS)
     many = jax.tree.map(lambda x: jnp.repeat(x, 4000, axis=0), UNEQUAL)
     batch = jax.jit(objective.corrupt)(many, jax.random.split(jax.random.key(0), 4000))
     first, second = np.asarray(batch.diagnostics["mask_ratio"][:, [0, 4]]).T
@@ -96,7 +96,7 @@ def test_how_much_of_a_document_is_masked_does_not_depend_on_whether_it_stays(na
 
 
 def test_masks_do_not_depend_on_where_a_document_was_shuffled_to():
-    objective = make_objective(config_with(objective="block_diffusion", **{"block_diffusion.block_size": 4}), MASK)
+    objective = make_objective(config_with(objective="block_diffusion", **{"block_diffusion.block_size": 4}), MASK, EOS)
     many = jax.tree.map(lambda x: jnp.repeat(x, 4000, axis=0), UNEQUAL)
     keys = jax.random.split(jax.random.key(0), 4000)
     is_first = np.asarray(SHUFFLE(many, keys).tokens[:, 0]) == 30  # the document that stood first stays there
@@ -106,17 +106,35 @@ def test_masks_do_not_depend_on_where_a_document_was_shuffled_to():
 
 
 def test_rows_without_documents_stay_empty_and_no_share_changes_nothing():
-    assert not np.asarray(PAD(ROWS, KEYS[0], 0.5).segment_ids[1]).any()
-    np.testing.assert_array_equal(PAD(ROWS, KEYS[0], 0.0).tokens, ROWS.tokens)
+    assert not np.asarray(PAD(ROWS, KEYS[0], 0.5, EOS).segment_ids[1]).any()
+    np.testing.assert_array_equal(PAD(ROWS, KEYS[0], 0.0, EOS).tokens, ROWS.tokens)
+
+
+def padding_objective(name: str):
+    """The corruption of a system that repeats the EOS of answers."""
+    own = {"d2f": {"d2f.block_length": 2}, "block_diffusion": {"block_diffusion.block_size": 6}}
+    section = own.get(name, {f"{name}.padding": 0.5})
+    return jax.jit(make_objective(config_with(objective=name, **section), MASK, EOS).corrupt)
+
+
+@pytest.mark.parametrize("name", ["llada", "dream", "d2f", "block_diffusion"])
+def test_nothing_but_an_eos_is_repeated(name):
+    """A text that was cut ends without one, and when documents are shuffled others come after it."""
+    cut = ROWS.replace(tokens=ROWS.tokens.at[0, 5].set(22))
+    corrupt, learnt = padding_objective(name), set()
+    for keys in KEYS:
+        batch = corrupt(cut, keys)
+        labels = np.asarray(batch.labels)[np.asarray(batch.weights["mdm"]) != 0]
+        tokens, counts = np.unique(labels[labels != EOS], return_counts=True)
+        assert (counts == 1).all(), tokens
+        learnt |= set(tokens.tolist())
+    assert learnt == {11, 21, 22, 31}
 
 
 @pytest.mark.parametrize("name", ["llada", "dream", "d2f", "block_diffusion"])
 def test_an_eos_may_be_masked_where_a_repeat_of_it_is_not(name):
     """Decoders come through this state, as they may commit the last repeats first."""
-    own = {"d2f": {"d2f.block_length": 2}, "block_diffusion": {"block_diffusion.block_size": 6}}
-    section = own.get(name, {f"{name}.padding": 0.5})
-    corrupt = jax.jit(make_objective(config_with(objective=name, **section), MASK).corrupt)
-    seen = set()
+    corrupt, seen = padding_objective(name), set()
     for keys in KEYS:
         ends = np.asarray(corrupt(FIRST, keys).inputs[0])[2:6]  # the EOS of the first document, and its repeats
         seen |= {(bool(a == MASK), bool(b == MASK)) for a, b in itertools.pairwise(ends)}

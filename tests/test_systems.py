@@ -24,11 +24,12 @@ from conftest import (
     tiny_model,
 )
 from flax import nnx
+from helpers import with_eos
 from quick_compile import compile_few_shapes
 
 from refusion_jax import UserError, decode
 from refusion_jax.batch.batch import is_labelled
-from refusion_jax.batch.rows import Rows
+from refusion_jax.batch.rows import Rows, text_positions
 from refusion_jax.config import make_objective
 from refusion_jax.decoding.requests import Answer, Request, prepare
 from refusion_jax.decoding.trajectory import forwards_of
@@ -40,7 +41,7 @@ from refusion_jax.training.train_step import init_state, make_train_step, state_
 
 TRAINABLE = registry.trainable()
 DECODERS = list(registry.decoders())
-# Documents are followed by repeats of their last token.
+# Documents are followed by repeats of their EOS.
 PADDED = ["block_diffusion", *(name for name in TRAINABLE if "padding" in registry.systems()[name].section.keys)]
 RECORDED = ["refusion", "prompt_lookup", "d2f"]  # that tell of drafts and plans, or of one of them
 # Thorough where they compile for long: others of their kinds run, and so does a new system.
@@ -97,7 +98,7 @@ def rows() -> Rows:
 @functools.cache
 def objective_of(name: str):
     """(objective, its `corrupt`, compiled once for all tests)."""
-    objective = make_objective(config_with(objective=name, **{"slots.sizes": (2, 3, 4)}), MASK)
+    objective = make_objective(config_with(objective=name, **{"slots.sizes": (2, 3, 4)}), MASK, EOS)
     return objective, jax.jit(objective.corrupt)
 
 
@@ -113,13 +114,11 @@ def batch_of(name: str, seed: int, some: Rows | None = None):
 def test_what_must_be_predicted_is_never_seen_by_any_path(name):
     """Through any number of layers: the closure of the mask reaches no token that is the label.
 
-    But for the end of a document where a system pads, which may show a repeat of it.
+    But for the EOS of a document where a system pads, which may show a repeat of it.
     """
-    segments = np.asarray(rows().segment_ids)
-    ends = (segments > 0) & (segments != np.pad(segments[:, 1:], ((0, 0), (0, 1))))
-    repeated = np.asarray(rows().tokens)[ends] if name in PADDED else []
+    some, repeated = with_eos(rows()), [EOS] if name in PADDED else []
     for seed in range(20):
-        _, batch = batch_of(name, seed)
+        _, batch = batch_of(name, seed, some)
         reach = np.asarray(batch.visibility.mask())
         for _ in range(5):
             reach = reach | (reach.astype(int) @ reach.astype(int) > 0)
@@ -132,15 +131,12 @@ def test_what_must_be_predicted_is_never_seen_by_any_path(name):
 @pytest.mark.parametrize("name", TRAINABLE)
 def test_every_token_of_a_response_is_learnt_the_end_of_text_among_them(name):
     """In some draw; but for the first token of a document, which nothing before it predicts."""
-    some, index = rows(), np.arange(T)
-    segments = np.asarray(some.segment_ids)
-    starts, ends = (segments != np.roll(segments, by, axis=1) for by in (1, -1))
-    some = some.replace(tokens=jnp.where((ends | (index == T - 1)) & (segments > 0), EOS, some.tokens))
-    learnt = set()
+    some, learnt = with_eos(rows()), set()
+    starts = np.asarray(text_positions(some.segment_ids)) == 0
     for seed in range(20):
         _, batch = batch_of(name, seed, some)
         learnt |= {*np.asarray(batch.labels)[np.asarray(is_labelled(batch))].tolist()}
-    expected = {*np.asarray(some.tokens)[np.asarray(some.is_response) & ~starts & (index > 0)].tolist()}
+    expected = {*np.asarray(some.tokens)[np.asarray(some.is_response) & ~starts].tolist()}
     assert not expected - learnt, f"never predicted: the tokens {expected - learnt}, where {EOS} is the end of text"
 
 

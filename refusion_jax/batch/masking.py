@@ -42,24 +42,24 @@ def shuffle_documents(rows: Rows, keys: Key[Array, "B"]) -> Rows:
     return rows.replace(segment_ids=jnp.cumsum(is_first, axis=1) * (rows.segment_ids > 0))
 
 
-def pad_answers(rows: Rows, keys: Key[Array, "B"], share: float) -> Rows:
+def pad_answers(rows: Rows, keys: Key[Array, "B"], share: float, eos_id: int) -> Rows:
     """Replaces some documents by padding of the one before them: repeats of its last token, the EOS.
 
     A decoder of masked text fills more masks than an answer has tokens, and a model must learn to fill those after the
     end with EOS (LLaDA pads answers with EOS, as part of the loss). Packed rows have no room for that, so some
-    documents are replaced, never the first of a row; the empty end of a row becomes padding, too. With the second one
-    replaced:
+    documents are replaced, never the first of a row; the empty end of a row becomes padding, too. What follows a text
+    that was cut, and has no EOS, stays. With the second one replaced:
 
         tokens     p a E q b E r c E .
                    p a E E E E r c E E
     """
     if not share:
         return rows
-    index, is_real = row_index(rows.tokens), rows.segment_ids > 0
-    start = document_start(rows.segment_ids)
+    index, start = row_index(rows.tokens), document_start(rows.segment_ids)
+    after_end = (start > 0) & (jnp.take_along_axis(rows.tokens, jnp.maximum(start - 1, 0), axis=1) == eos_id)
     draws = jax.vmap(lambda key: jax.random.uniform(key, index.shape[1:]))(keys_for("padding", keys))
-    stays = is_real & ((start == 0) | (jnp.take_along_axis(draws, start, axis=1) >= share))
-    source = jax.lax.cummax(jnp.where(stays, index, 0), axis=1)
+    is_drawn = (rows.segment_ids == 0) | (jnp.take_along_axis(draws, start, axis=1) < share)
+    source = jax.lax.cummax(jnp.where(after_end & is_drawn, 0, index), axis=1)
     return jax.tree.map(lambda x: jnp.take_along_axis(x, source, axis=1), rows)
 
 

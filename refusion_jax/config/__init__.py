@@ -44,11 +44,12 @@ def help_texts(config: ml_collections.ConfigDict | None) -> dict[str, str]:
     return {f"config.{name}": command.help_text(key) for name, key in keys_of(chosen).items()}
 
 
-def make_objective(config: ml_collections.ConfigDict, mask_id: int) -> Objective:
+def make_objective(config: ml_collections.ConfigDict, mask_id: int, eos_id: int = -1) -> Objective:
     """The objective that a config names, with its own keys."""
     system = find_system(config.objective)
-    own = {name: getattr(config[system.section.name], name) for name in system.section.keys}
-    return system.objective(mask_id=mask_id, **{k: tuple(v) if isinstance(v, list) else v for k, v in own.items()})
+    values = {name: getattr(config[system.section.name], name) for name in system.section.keys}
+    own = {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
+    return system.objective(mask_id=mask_id, eos_id=eos_id, **own)
 
 
 flatten = functools.partial(flatten_dict, sep=".")  # {dotted key: value} of a nested dict

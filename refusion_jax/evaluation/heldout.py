@@ -121,7 +121,7 @@ def evaluate_model(
     rows = max(1, min(_ROWS, _TOKENS // config.row_length))
     config.update({"batch_size": rows * sharding.shard_count(mesh, "batch"), "accumulation": 1})
     with jax.set_mesh(mesh):
-        objective = make_objective(config, model.config.mask_token_id)
+        objective = make_objective(config, model.config.mask_token_id, model.config.eos_token_id)
         loss = make_loss(config, place(config, sets, mesh), graphdef, objective)
         values = jax.device_get(loss(nnx.to_pure_dict(params)))
     return {name: float(value) if np.isfinite(value) else None for name, value in values.items()}

@@ -31,8 +31,9 @@ we have read: masks and complementary copies, shift and mean. The authors give e
 both share one, which is the same loss with 3 T tokens instead of 4 T. They pad every example with masks to whole
 blocks. Here rows are packed: a noisy block belongs to the document of its first token; after the end of that document
 it holds repeats of the EOS in place of the next document, whose labels in this block are lost. They are masked and
-predicted like others, because a decoder fills them before it knows where the text ends. Blocks are counted from the
-start of the row, so the documents of a row are shuffled: packed by length, their places would tell it.
+predicted like others, because a decoder fills them before it knows where the text ends; after a text that was cut, and
+has no EOS, the block is empty. Blocks are counted from the start of the row, so the documents of a row are shuffled:
+packed by length, their places would tell it.
 Their approximate cache inside a block, off by default, is left out. Places after a revealed EOS are not decoded, but
 fed as masks.
 
@@ -103,6 +104,8 @@ class ComplementaryMasks(Objective):
         is_own = rows.segment_ids == owner
         source = jax.lax.cummax(jnp.where(is_own, index, 0), axis=1)  # after the owner's end: its last token
         tokens, is_response = (jnp.take_along_axis(x, source, axis=1) for x in (rows.tokens, rows.is_response))
+        owner = jnp.where(is_own | (tokens == self.eos_id), owner, 0)  # nobody's after a text that was cut
+        is_response &= owner > 0
         masked = [is_response & side for side in (u < p, u >= p)]
         # Masked token n is labelled at n - 1, if that belongs to the same document.
         follows = ((index % self.block_size > 0)[:, 1:]) | ((rows.segment_ids[:, 1:] == owner[:, :-1]) & is_own[:, :-1])

@@ -3,7 +3,7 @@
 Training on rows whose responses end in noise: per document t ~ U(0, 1), and N = max(1, floor(L t)) of its L response
 tokens are masked, uniformly among the last min(L, floor(lambda N)) of them (soft tail). Every response token, masked or
 not, is predicted causally at the token before it (shifted). Its cross-entropy is weighted by w_n = 1 / (beta + S_n);
-the sum is divided by the response tokens of the batch. S_n counts the masks in its context, with more weight on near
+the sum is divided by the number of them in the batch. S_n counts the masks in its context, with more weight on near
 ones: C_i = 1[i is masked] (1 + 1[i - 1 is masked]), S_n = C_n + (1 - p) S_{n-1}, starting at 0 in each document.
 
     text       p q a b c d          the mask is causal      1 . . . . .
@@ -18,9 +18,9 @@ p > `threshold`, and the last pass all that are left. One more pass over the fin
 The first token of a block is predicted at the last token of the text before it, the others at the place before theirs.
 
 From the paper: noise, weights, blocks and passes. Our choices: C_n itself counts in w_n, in which the paper's formulas
-differ; the sum is divided by the response tokens, as the paper does not define the
-normalization; at temperature 0 a pass that would reveal nothing is taken as the last, since later ones would see the
-same text; places after a revealed EOS are not decoded.
+differ; the sum is divided by the predicted tokens, as the paper does not define the normalization; at temperature 0 a
+pass that would reveal nothing is taken as the last, since later ones would see the same text; places after a revealed
+EOS are not decoded.
 
 Axes: B rows, T row length, C cache entries, N new tokens, K block length, V vocabulary.
 """
@@ -34,7 +34,7 @@ import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Array, Bool, Float32, Int32, Key
 
-from refusion_jax.batch.batch import Batch
+from refusion_jax.batch.batch import Batch, mean_over
 from refusion_jax.batch.rows import (
     Rows,
     decayed_sum,
@@ -58,7 +58,7 @@ from refusion_jax.systems.interface import ConfigSection, Objective, System
 
 @dataclasses.dataclass(frozen=True)
 class SoftTail(Objective):
-    """1 / R * sum over response tokens of CE / (beta + S_n), with R response tokens in the batch."""
+    """1 / R * sum over the R response tokens of the batch with one before them of CE / (beta + S_n)."""
 
     coefficients: ClassVar[dict[str, float]] = {"mdm": 1.0}
     pattern: ClassVar[Pattern] = CAUSAL
@@ -73,16 +73,13 @@ class SoftTail(Objective):
         """Masks tokens near the ends of responses; each response token is labelled at the token before it."""
         is_masked, ratio = self._draw(rows, keys)
         positions = text_positions(rows.segment_ids)
-        counts = context_masks(is_masked, positions > 0, self.decay)
-        counts = next_in_row(counts)  # label n stands at n - 1
-        has_label = precedes_response(rows)
-        labels = jnp.maximum(jnp.sum(has_label), 1).astype(jnp.float32)
+        counts = next_in_row(context_masks(is_masked, positions > 0, self.decay))  # label n stands at n - 1
         return Batch(
             inputs=jnp.where(is_masked, self.mask_id, rows.tokens),
             positions=positions,
             visibility=Visibility.of(self.pattern, rows.segment_ids),
             labels=next_in_row(rows.tokens),
-            weights={"mdm": has_label / ((self.beta + counts) * labels)},
+            weights={"mdm": mean_over(precedes_response(rows)) / (self.beta + counts)},
             diagnostics={"mask_ratio": ratio},
         )
 

@@ -85,7 +85,7 @@ class BlockForcing(Objective):
 
     def corrupt(self, rows: Rows, keys: Key[Array, "B"]) -> Batch:
         """Masks response tokens with a probability that rises from block to block of a document."""
-        rows = pad_answers(rows, keys, self.padding)
+        rows = pad_answers(rows, keys, self.padding, self.eos_id)
         positions = text_positions(rows.segment_ids)
         block = response_blocks(rows, self.block_length)
         is_masked, p = self._draw(rows, block, keys)

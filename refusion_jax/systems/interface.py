@@ -34,9 +34,10 @@ PLAIN = "plain"  # in `System.decodes`: language models that nobody has adapted
 
 @dataclasses.dataclass(frozen=True)
 class Objective(abc.ABC):
-    """How rows of text become a training batch: a frozen dataclass of `mask_id` and the system's own config keys."""
+    """How rows of text become a training batch: a frozen dataclass of token ids and the system's own config keys."""
 
     mask_id: int
+    eos_id: int = dataclasses.field(default=-1, kw_only=True)  # at the end of every text that is not cut; -1: of none
     reads = ""  # a model whose hidden states of the text (tokens of group 0) the trained one is fed with it; no field
 
     shifted: ClassVar[bool] = False  # whether models learn to read a masked token from the logits at the one before it

@@ -72,7 +72,8 @@ class MaskedDiffusion(Objective):
 
     def draw(self, rows: Rows, keys: Key[Array, "B"]) -> tuple[Rows, Bool[Array, "B T"], Float32[Array, "B T"]]:
         """(the rows, padded after some answers; which tokens are masked; the probability of it)."""
-        rows = pad_answers(shuffle_documents(rows, keys) if self.shuffle else rows, keys, self.padding)
+        rows = shuffle_documents(rows, keys) if self.shuffle else rows
+        rows = pad_answers(rows, keys, self.padding, self.eos_id)
         return rows, *draw_masks(rows, keys)
 
 

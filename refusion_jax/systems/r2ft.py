@@ -34,7 +34,7 @@ from jaxtyping import Array, Bool, Float32, Int32, Key
 
 from refusion_jax.batch.batch import Batch, count_documents
 from refusion_jax.batch.masking import draw_masks
-from refusion_jax.batch.rows import Rows, join, keys_for, per_document_sum, row_index, text_positions
+from refusion_jax.batch.rows import Rows, document_start, join, keys_for, per_document_sum, text_positions
 from refusion_jax.batch.visibility import Pattern, Visibility
 from refusion_jax.cli.settings import declared, setting
 from refusion_jax.systems import llada
@@ -83,10 +83,10 @@ class RejectRepetition(Objective):
 
     def corrupt(self, rows: Rows, keys: Key[Array, "B"]) -> Batch:
         """Masks response tokens, with one probability per document; the text is fed twice, with two labels."""
-        index, positions = row_index(rows.tokens), text_positions(rows.segment_ids)
+        positions, start = text_positions(rows.segment_ids), document_start(rows.segment_ids)
         is_masked, p = draw_masks(rows, keys)
         count = per_document_sum(is_masked, rows.segment_ids)
-        rejected = jnp.take_along_axis(rows.tokens, self._repeated(is_masked, index, positions, keys), axis=1)
+        rejected = jnp.take_along_axis(rows.tokens, self._repeated(is_masked, start, keys), axis=1)
         each = is_masked / jnp.maximum(count, 1).astype(jnp.float32)
         inputs = jnp.where(is_masked, self.mask_id, rows.tokens)
         return Batch(
@@ -103,15 +103,10 @@ class RejectRepetition(Objective):
         )
 
     def _repeated(
-        self,
-        is_masked: Bool[Array, "B T"],
-        index: Int32[Array, "B T"],
-        positions: Int32[Array, "B T"],
-        keys: Key[Array, "B"],
+        self, is_masked: Bool[Array, "B T"], start: Int32[Array, "B T"], keys: Key[Array, "B"]
     ) -> Int32[Array, "B T"]:
-        """For each masked place, the place whose token the rejected text has there."""
-        start = index - positions
-        draws = jax.vmap(lambda key: jax.random.uniform(key, index.shape[1:]))(keys_for("phrases", keys))
+        """For each masked place, the place whose token the rejected text has there; documents begin at `start`."""
+        draws = jax.vmap(lambda key: jax.random.uniform(key, start.shape[1:]))(keys_for("phrases", keys))
         length = 1 + jnp.floor(jnp.take_along_axis(draws, start, axis=1) * self.longest_phrase).astype(jnp.int32)
         before = jnp.cumsum(is_masked, axis=1) - is_masked  # number of masks before each place of the row
         first = jnp.take_along_axis(before, start, axis=1)  # of the document

@@ -49,7 +49,8 @@ def training_batch(config: ml_collections.ConfigDict, workdir: epath.PathLike | 
 
 def corrupted(config: ml_collections.ConfigDict, tokenizer: Tokenizer, rows: Rows, keys: jax.Array) -> Batch:
     """The batch that a config's objective makes of rows [B, T] with keys [B]."""
-    return jax.jit(make_objective(config, tokenizer.mask_id).batch)(jax.tree.map(jnp.asarray, rows), keys)
+    objective = make_objective(config, tokenizer.mask_id, tokenizer.eos_id)
+    return jax.jit(objective.batch)(jax.tree.map(jnp.asarray, rows), keys)
 
 
 def documents_of(rows: Rows, batch: Batch, mask_id: int) -> list[ShownDocument]:

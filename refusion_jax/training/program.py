@@ -67,7 +67,7 @@ def train_program(config: ml_collections.ConfigDict, shape: ModelConfig, mesh: M
     platform = mesh.devices.flat[0].platform
     backend = backend_for(platform, config.row_length // mesh.shape["sequence"], config.model.head_dim, config.dtype)
 
-    lora, objective = read_lora(config.lora), make_objective(config, shape.mask_token_id)
+    lora, objective = read_lora(config.lora), make_objective(config, shape.mask_token_id, shape.eos_token_id)
     section = find_system(config.objective).section
     if "reads" in section.keys and not objective.reads:
         raise SettingError("config", f"{section.name}.reads", "", "name the run or model that is read")
