@@ -147,6 +147,9 @@ def test_how_much_is_fed_is_chosen_by_the_rows_and_the_device():
     reach = [decoder.shape(model, rows)[0] for rows in (1, 8, 64)]
     assert reach == sorted(reach, reverse=True)
     assert reach[0] > reach[-1] == 1  # the arithmetic of many rows is not free
+    # One token and no draft have one prefix, whatever else may be fed.
+    out, ar = (decode(model, PROMPTS[:2], settings(m, fed_tokens=3, size=1, new=3)) for m in ("dense", "ar"))
+    assert out.tokens == ar.tokens
 
 
 @pytest.mark.thorough

@@ -119,7 +119,7 @@ class Drafting(Continuer):
     def _choices(self) -> dict[tuple[int, int], float]:
         """(N, G) -> tokens per forward, of the forwards that the settings allow."""
         fitting = {
-            (slots * self.slot_size or 1, prefixes): 1 + share * (slots * self.slot_size - 1)
+            (reach := slots * self.slot_size or 1, min(prefixes, reach)): 1 + share * (slots * self.slot_size - 1)
             for (slots, prefixes), share in _ACCEPTED.items()
             if not slots or not self.fed_tokens or slots * self.slot_size * (1 + prefixes) <= self.fed_tokens
         }
