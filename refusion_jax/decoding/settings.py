@@ -26,6 +26,7 @@ class Settings:
 
     auxiliary_models: ClassVar[tuple[str, ...]] = ()  # settings that name further models, see auxiliary.py
     slot_size: ClassVar[int] = 1  # a setting where there are slots
+    draft_length: ClassVar[int] = 0  # a setting where so many drafts are verified
 
     method: str = setting(
         "", "Name of the decoder; by default the one for the system that trained the model", scope="compiled"

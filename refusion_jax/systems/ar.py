@@ -62,7 +62,8 @@ class LeftToRight(Continuer):
 
     @classmethod
     def width_for(cls, requests: Sequence[Request]) -> int:
-        return 1
+        """N: the last token and, of decoders that verify them, the drafts."""
+        return 1 + requests[0].settings.draft_length
 
     def init(self, model: Transformer, layout: Layout, keys: Key[Array, "B"]) -> State:
         cache, last = kv.prefill_but_last(model, layout.given, self.chunk)
@@ -106,11 +107,13 @@ def scoring_forward(text: ScoredText) -> ScoredTokens:
     )
 
 
+SCORING = Scoring(scoring_forward, needs_prompt=True)  # also where a decoder writes what these models write
+
 SYSTEM = System(
     name="ar",
     objective=NextToken,
     decoders={"ar": LeftToRight},
     references={"ar": reference},
-    scoring=Scoring(scoring_forward, needs_prompt=True),
+    scoring=SCORING,
     decodes=(PLAIN,),
 )

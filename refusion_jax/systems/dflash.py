@@ -43,7 +43,6 @@ Axes: B rows, T row length or tokens of a forward pass, M drafts, D hidden size,
 
 import dataclasses
 import functools
-from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import jax
@@ -149,11 +148,6 @@ class ReadAndDraft(ar.LeftToRight):
 
     settings: ClassVar[type[ReadingSettings]] = ReadingSettings
 
-    @classmethod
-    def width_for(cls, requests: Sequence[Request]) -> int:
-        """N: the last token and the drafts."""
-        return requests[0].settings.draft_length + 1
-
     def init(self, model: Transformer, layout: Layout, keys: Key[Array, "B"]) -> ar.State:
         return super().init(WithDrafter(model), layout, keys)
 
@@ -205,5 +199,6 @@ SYSTEM = System(
     decoders={"dflash": ReadAndDraft},
     references={"dflash": reference},
     section=ConfigSection("dflash", declared(DraftBlocks)),
+    scoring=ar.SCORING,
     decodes=("ar",),
 )

@@ -20,7 +20,6 @@ Axes: B rows, C cache entries, M drafts, N = M + 1 tokens that a round commits a
 """
 
 import dataclasses
-from collections.abc import Sequence
 from typing import ClassVar
 
 import jax.numpy as jnp
@@ -32,11 +31,12 @@ from refusion_jax.decoding import cache as kv
 from refusion_jax.decoding import sampling
 from refusion_jax.decoding import settings as shared
 from refusion_jax.decoding.auxiliary import in_vocabulary
-from refusion_jax.decoding.decoder import LAST_TOKEN, Continuation, Continuer
+from refusion_jax.decoding.decoder import Continuation
 from refusion_jax.decoding.reference import ReferenceDecoder
 from refusion_jax.decoding.requests import Layout, Request
 from refusion_jax.decoding.sampling import mask_logits
 from refusion_jax.model.transformer import Transformer
+from refusion_jax.systems import ar
 from refusion_jax.systems.interface import System
 
 
@@ -59,16 +59,10 @@ class State(Continuation):
     count: Int32[Array, "B"]  # how many of them count
 
 
-class DraftAndVerify(Continuer):
+class DraftAndVerify(ar.LeftToRight):
     """The decoder with its compiled sizes."""
 
     settings: ClassVar[type[DraftedSettings]] = DraftedSettings
-    next_token: ClassVar[str] = LAST_TOKEN
-
-    @classmethod
-    def width_for(cls, requests: Sequence[Request]) -> int:
-        """N: the last token and the drafts."""
-        return requests[0].settings.draft_length + 1
 
     def init(self, model: Transformer, layout: Layout, keys: Key[Array, "B"]) -> State:
         cache, last = kv.prefill_but_last(model, layout.given, self.chunk)
@@ -129,5 +123,6 @@ SYSTEM = System(
     objective=None,
     decoders={"pard": DraftAndVerify},
     references={"pard": reference},
+    scoring=ar.SCORING,
     decodes=("ar",),
 )

@@ -18,7 +18,7 @@ Axes: B rows, C cache entries, N tokens per forward at most, M = N - 1 drafts.
 """
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import jax
@@ -30,11 +30,12 @@ from refusion_jax.cli.settings import setting
 from refusion_jax.decoding import cache as kv
 from refusion_jax.decoding import sampling
 from refusion_jax.decoding import settings as shared
-from refusion_jax.decoding.decoder import LAST_TOKEN, Continuation, Continuer
+from refusion_jax.decoding.decoder import Continuation
 from refusion_jax.decoding.reference import ReferenceDecoder
 from refusion_jax.decoding.requests import Layout, Request
 from refusion_jax.decoding.sampling import mask_logits, put
 from refusion_jax.model.transformer import Transformer
+from refusion_jax.systems import ar
 from refusion_jax.systems.interface import System
 
 
@@ -58,18 +59,12 @@ class State(Continuation):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class LookUp(Continuer):
+class LookUp(ar.LeftToRight):
     """The decoder with its compiled sizes."""
 
     settings: ClassVar[type[LookupSettings]] = LookupSettings
-    next_token: ClassVar[str] = LAST_TOKEN
 
     ngram: int
-
-    @classmethod
-    def width_for(cls, requests: Sequence[Request]) -> int:
-        """N: the last token and the drafts."""
-        return requests[0].settings.draft_length + 1
 
     def init(self, model: Transformer, layout: Layout, keys: Key[Array, "B"]) -> State:
         cache, _ = kv.prefill_but_last(model, layout.given, self.chunk)
@@ -130,5 +125,6 @@ SYSTEM = System(
     objective=None,
     decoders={"prompt_lookup": LookUp},
     references={"prompt_lookup": reference},
+    scoring=ar.SCORING,
     decodes=("ar",),
 )
