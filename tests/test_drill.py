@@ -2,10 +2,16 @@
 
 import json
 import os
+import random
+import resource
 import shutil
+import signal
+import subprocess
 
 import pytest
 from conftest import ROOT, TINY_RUN, run
+
+from refusion_jax.training.faults import RunUnderTest, full_disk
 
 FLAGS = [*TINY_RUN, "--config.epochs=3.5", "--config.checkpoint.every=20"]  # steps are counted from the rows
 
@@ -37,6 +43,27 @@ def test_several_hosts_lose_one_another_their_disk_and_their_directory(tmp_path)
     lines = drill(tmp_path, "--faults=3", "--hosts=2", f"--kinds={kinds}")
     assert all(line["ok"] for line in lines if "fault" in line)
     assert all(line["equal"] for line in lines if "equal" in line)
+    assert "the run stopped" in [line.get("what") for line in lines]  # the disk was full for each of its processes
+
+
+def test_a_full_disk_strikes_children_too_and_lasts_until_a_save_of_its_own_has_failed(tmp_path):
+    run, log = RunUnderTest([], tmp_path / "faulty", hosts=1), tmp_path / "faulty.log"
+    log.write_text("checkpoint 10 could not be written\n")  # by the full disk before
+    program, seen = ["sh", "-c", "sleep 600 & echo; wait"], []
+
+    def until(happened):
+        seen.append((happened(), [resource.prlimit(pid, resource.RLIMIT_FSIZE)[0] for pid in run.pids()]))
+        log.write_text(log.read_text() + "checkpoint 20 could not be written\n")
+        seen.append(happened())
+
+    run.until = until
+    with subprocess.Popen(program, stdout=subprocess.PIPE, start_new_session=True) as process:
+        process.stdout.readline()
+        run.processes = [process]
+        assert full_disk(run, random.Random(0)) == "the run went on"
+        assert {resource.prlimit(pid, resource.RLIMIT_FSIZE)[0] for pid in run.pids()} == {resource.RLIM_INFINITY}
+        os.killpg(process.pid, signal.SIGKILL)
+    assert seen == [(False, [1, 1]), True]
 
 
 @pytest.mark.parametrize(

@@ -58,6 +58,18 @@ def test_a_clock_that_is_set_back_makes_no_share_above_one():
     assert spent["goodput"] == pytest.approx(37 / 48.5)
 
 
+@pytest.mark.parametrize("hours", [5, -3])
+def test_a_clock_that_is_set_during_a_session_adds_and_takes_no_time(tmp_path, monkeypatch, hours):
+    log, wall = events.EventLog(tmp_path / events.FILE), time.time()
+    log.write("start", step=0)
+    monkeypatch.setattr(time, "time", lambda: wall + 3600 * hours)
+    log.write("end", ago=10.0, step=1, seconds=0.0)
+    log.close()
+    start, end = events.read_events(tmp_path)
+    assert start["time"] == pytest.approx(wall, abs=60)
+    assert end["time"] - start["time"] == pytest.approx(-10, abs=9)
+
+
 def test_a_step_can_be_lost_more_than_once():
     sessions = []
     for start in (0, 100, 200):

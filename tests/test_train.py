@@ -35,6 +35,16 @@ def test_a_run_leaves_what_it_promises(trained_run):
     assert losses(trained_run, 50, 60) < losses(trained_run, 0, 10)
 
 
+def test_saves_are_in_no_rate(trained_run):
+    """What the intervals of the rates and the pauses between them come to is all the time; every step is logged."""
+    records = read_metrics(trained_run)
+    tokens = [0, *(record["tokens"] for record in records)]
+    rated = sum((b - a) / r["tokens_per_second"] for a, b, r in zip(tokens[:-1], tokens[1:], records, strict=True))
+    found = [e for e in read_events(trained_run) if e["event"] in ("compile", "save") and e.get("step") != 60]
+    assert len(found) == 6
+    assert rated + sum(event["seconds"] for event in found) <= records[-1]["seconds"] + 0.001
+
+
 def test_a_complete_run_says_so_and_changes_nothing(trained_run):
     before = {p: p.stat().st_mtime_ns for p in trained_run.rglob("*")}
     out, _ = run("train", *TINY_RUN, f"--workdir={trained_run}")

@@ -48,11 +48,12 @@ class EventLog:
 
     def __init__(self, path: Path):
         self._file = AppendLog(path, keeps_trying=True) if jax.process_index() == 0 else None
+        self._epoch = time.time() - time.monotonic()  # once: a clock that is set meanwhile must not count as time spent
 
     def write(self, event: str, ago: float = 0.0, **values: Any) -> None:
         """Adds an event that happened now or `ago` seconds ago."""
         if self._file:
-            self._file.append({"time": time.time() - ago, "event": event, **values})
+            self._file.append({"time": self._epoch + time.monotonic() - ago, "event": event, **values})
 
     @contextlib.contextmanager
     def timed(self, event: str, **values: Any) -> Iterator[None]:

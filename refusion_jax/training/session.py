@@ -150,9 +150,8 @@ class Session:
         if self._health.is_in_doubt and not now.is_last:
             return
         self._run.check_lock()
-        if now.is_last:  # or its record would be lost with the process, and contain the save
-            self.metrics.flush()
-        with self.events.timed("save", step=now.step), self.watchdog.paused():
+        self.metrics.flush()  # or the record of this step would be lost with the process, and contain the save
+        with self.pause("save", step=now.step), self.watchdog.paused():
             data = self._data | {"next_row": self.next_row(now.step)}
             self.checkpoints.save(now.step, now.state, data, now.is_last)
         self.directory.sync()
