@@ -1,5 +1,6 @@
 """The drill, as users run it: real processes, seeded faults, an outcome equal to the bit."""
 
+import contextlib
 import json
 import os
 import random
@@ -57,12 +58,15 @@ def test_a_full_disk_strikes_children_too_and_lasts_until_a_save_of_its_own_has_
         seen.append(happened())
 
     run.until = until
-    with subprocess.Popen(program, stdout=subprocess.PIPE, start_new_session=True) as process:
+    with (
+        subprocess.Popen(program, stdout=subprocess.PIPE, start_new_session=True) as process,
+        contextlib.ExitStack() as stack,
+    ):
+        stack.callback(os.killpg, process.pid, signal.SIGKILL)
         process.stdout.readline()
         run.processes = [process]
         assert full_disk(run, random.Random(0)) == "the run went on"
         assert {resource.prlimit(pid, resource.RLIMIT_FSIZE)[0] for pid in run.pids()} == {resource.RLIM_INFINITY}
-        os.killpg(process.pid, signal.SIGKILL)
     assert seen == [(False, [1, 1]), True]
 
 

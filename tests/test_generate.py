@@ -99,6 +99,8 @@ def test_parts_that_processes_answer_make_the_file_of_one_and_a_killed_one_goes_
         out, _ = run("generate", *flags, f"--part={part}/3")
         assert "are left to other parts" in out
         assert not output.exists()
+    _, err = run("generate", *flags, "--part=2/3", "--decode.temperature=0.5", code=2)
+    assert re.search("partial-1-of-3 holds answers .* another settings", err)
     out, _ = run("generate", *flags, "--part=2/3")
     assert re.search(r"partial-2-of-3: \d+ of 67 answers are there, going on", out)
     assert output.read_bytes() == (tmp_path / "one.jsonl").read_bytes()

@@ -38,19 +38,9 @@ class Journal:
             lines, cut_off = self._log.read()
             self._is_empty = not lines
             if call is not None and not (not lines and b'{"call": '.startswith(cut_off[:9])):
-                self._check_call(lines.partition(b"\n")[0])
+                _check_call(path, lines, call)
             found = _records(lines).items()
             self.records = {k: x for k, x in found if (isinstance(k, str) if keys is None else k in keys)}
-
-    def _check_call(self, line: bytes) -> None:
-        call = next(parse_log(line), {}).get("call")
-        if not isinstance(call, dict):
-            raise UserError(f"{self.path} is in the way and no journal of answers: move it away")
-        if other := [name for name, value in self._call.items() if call.get(name) != value]:
-            raise UserError(
-                f"{self.path} holds answers of a call that was cut off, with another {' and '.join(other)}: give what "
-                f"it was begun with and it goes on, or delete it"
-            )
 
     def add(self, key: int | str, record: dict[str, Any]) -> None:
         """Writes an answer; Failure where it cannot be, and earlier ones stay. Refuses what another process writes."""
@@ -79,12 +69,24 @@ class Journal:
 
 
 def read_records(path: Path, call: dict[str, str] | None = None) -> dict[int | str, dict[str, Any]]:
-    """The answers in a journal that another process may be writing; none if it is not there, or of another `call`."""
+    """The answers in a journal that another process may be writing; none if it is not there. Refuses another `call`."""
     with contextlib.suppress(FileNotFoundError):
         content = path.read_bytes()
-        if call is None or next(parse_log(content), {}).get("call") == call:
-            return _records(content)
+        if call is not None and b"\n" in content:
+            _check_call(path, content, call)
+        return _records(content)
     return {}
+
+
+def _check_call(path: Path, content: bytes, wanted: dict[str, str]) -> None:
+    call = next(parse_log(content.partition(b"\n")[0]), {}).get("call")
+    if not isinstance(call, dict):
+        raise UserError(f"{path} is in the way and no journal of answers: move it away")
+    if other := [name for name, value in wanted.items() if call.get(name) != value]:
+        raise UserError(
+            f"{path} holds answers of a call that was cut off, with another {' and '.join(other)}: give what it was "
+            f"begun with and it goes on, or delete it"
+        )
 
 
 def _records(content: bytes) -> dict[int | str, dict[str, Any]]:

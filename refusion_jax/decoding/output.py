@@ -43,6 +43,8 @@ class File:
         real = os.path.realpath(path)
         self._path, self._count, self._call = path, count, call
         self._journals = [] if is_remote(path) else [Path(real + name) for name in names]
+        for journal in self._journals:  # parts of two calls would never come to one file
+            read_records(journal, call)
         self._journal = Journal(self._journals[number - 1], call, range(count)) if self._journals else None
         self._records = self._journal.records if self._journal else {}
         self._own = range(count)[number - 1 :: parts]
