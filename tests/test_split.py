@@ -7,6 +7,7 @@ import json
 import random
 import shutil
 import socket
+import ssl
 import subprocess
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -330,6 +331,25 @@ def test_only_holders_of_the_key_and_the_model_are_served(served, model, key, tm
         link_to(served, model, make_key(tmp_path / "other.pem"))
     with pytest.raises(UserError, match="another model"):
         link_to(served, sharp_model(1), key)
+
+
+@pytest.mark.parametrize(
+    ("kind", "failed", "said"),
+    [
+        (ssl.SSLCertVerificationError, UserError, "or a clock is wrong: certificate is not yet valid"),
+        (ssl.SSLError, Failure, "is not to be reached: alert bad certificate"),  # it is not yet valid for the server
+    ],
+)
+def test_why_a_server_is_not_reached_is_told(served, model, key, monkeypatch, kind, failed, said):
+    error = kind(1, said.partition(": ")[2])
+    error.verify_message = said.partition(": ")[2]
+
+    def fail(*_, **__):
+        raise error
+
+    monkeypatch.setattr(ssl.SSLContext, "wrap_socket", fail)
+    with pytest.raises(failed, match=said):
+        link_to(served, model, key)
 
 
 def test_a_model_whose_last_layer_alone_was_trained_is_another(model, monkeypatch):

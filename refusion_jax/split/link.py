@@ -9,7 +9,6 @@ Axes: B rows, T tokens, D hidden size, n tokens that cross.
 
 import contextlib
 import dataclasses
-import os
 import secrets
 import socket
 import ssl
@@ -212,7 +211,7 @@ class Link:
                     raise TimeoutError("no answer comes")
                 return welcome
             except ssl.SSLCertVerificationError as error:
-                raise UserError("the server has another --key") from error
+                raise UserError(f"the server has another --key, or a clock is wrong: {error.verify_message}") from error
             except (UserError, Failure):
                 self._connection.close()
                 raise
@@ -220,7 +219,7 @@ class Link:
                 why = why or error
                 if time.monotonic() > until:
                     where = "{}:{}".format(*self._address)
-                    told = os.strerror(why.errno) if why.errno and why.errno > 0 else first_line(why)
+                    told = why.strerror or first_line(why)
                     raise Failure(f"the server at {where} is not to be reached: {told}") from error
                 time.sleep(_RETRY)
 
