@@ -6,12 +6,13 @@
   python -m refusion_jax.inspect_data --data=prepared/mine --verify
 
 With --config it is the row at a place of the batch of a step, with the very noise that `train` gives it (--workdir
-names a run whose tokenizer is used). With --data it is any row of a prepared directory, corrupted as the default config
-would at that step and place. A prompt is dim; of a response the tokens that are given are green and those that are
-masked are red. What the model is given stands in the order in which it sees it, with a bar where the text jumps.
---html also writes a page for a browser: each token as a cell, its label, and what it attends to. With --data and
-without --row the page is about all of the data instead: sources, lengths, what was left out and why, languages, some
-documents, and with a --config what training on it takes. `--verify` reads all files and compares every checksum.
+names a run, whose tokenizer is used, and which may have left rows out). With --data it is any row of a prepared
+directory, corrupted as the default config would at that step and place. A prompt is dim; of a response the tokens that
+are given are green and those that are masked are red. What the model is given stands in the order in which it sees it,
+with a bar where the text jumps. --html also writes a page for a browser: each token as a cell, its label, and what it
+attends to. With --data and without --row the page is about all of the data instead: sources, lengths, what was left out
+and why, languages, some documents, and with a --config what training on it takes. `--verify` reads all files and
+compares every checksum.
 """
 
 from absl import flags
@@ -34,7 +35,7 @@ from refusion_jax.training.inspection import BEGINNING, corrupted, row_page, sho
 
 _CONFIG = command.define_config("Config file of the training, such as configs/quickstart.py")
 _WORKDIR = flags.DEFINE_string(
-    "workdir", None, "Run of that config, for its tokenizer; without one as a new run finds it"
+    "workdir", None, "Run of that config, for its tokenizer and the rows that it left out; without one as a new run"
 )
 _PLACE = flags.DEFINE_integer("place", 0, "Which row of the batch, from 0", 0, 2**24)
 _STEP = flags.DEFINE_integer("step", 1, "Step that is shown, from 1, as in metrics.jsonl", lower_bound=1)

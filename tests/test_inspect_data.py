@@ -4,6 +4,7 @@ import io
 import itertools
 import json
 import re
+import shutil
 from importlib import resources
 
 import jax
@@ -20,7 +21,7 @@ from refusion_jax.config.model import model_config
 from refusion_jax.config.run_config import read_config
 from refusion_jax.data.prepared import PreparedRows
 from refusion_jax.distributed.sharding import make_mesh
-from refusion_jax.training import data_page
+from refusion_jax.training import data_page, recovery
 from refusion_jax.training.inspection import BEGINNING, corrupted, row_page, show_row, training_batch
 from refusion_jax.training.program import train_program
 
@@ -50,6 +51,15 @@ def test_a_row_is_shown_in_the_tokens_of_the_model_that_a_run_begins_with(traine
     config.data.examples, config.init_from = 50, str(trained_run)  # a tokenizer that is trained on these is another
     tokenizer, *_ = training_batch(config, None, 0)
     assert tokenizer.files == {"tokenizer.model": (trained_run / "tokenizer.model").read_bytes()}
+
+
+def test_the_rows_of_a_step_after_a_roll_back_are_those_after_the_ones_left_out(trained_run, tmp_path):
+    config, workdir = read_config(trained_run), tmp_path / "run"
+    shutil.copytree(trained_run, workdir)
+    (workdir / recovery.FILE).write_text("[[20, 23]]")
+    for step, trained_on in ((19, 19), (20, 23), (30, 33)):
+        shown, straight = (training_batch(config, *where)[1] for where in ((workdir, step), (trained_run, trained_on)))
+        np.testing.assert_array_equal(shown.tokens, straight.tokens)
 
 
 @pytest.mark.parametrize("objective", ["refusion", "ar", "llada"])

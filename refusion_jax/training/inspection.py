@@ -23,6 +23,7 @@ from refusion_jax.data.interface import Tokenizer
 from refusion_jax.data.loader import host_batches
 from refusion_jax.data.manifest import file_checksum
 from refusion_jax.data.prepared import PreparedRows
+from refusion_jax.training.recovery import SkippedBatches
 
 BEGINNING = b"<!doctype html><!-- a training row, by refusion_jax.inspect_data -->"  # of every page
 _COLORS = {"prompt": "dim", "clean": "green", "masked": "red"}
@@ -43,6 +44,8 @@ def training_batch(config: ml_collections.ConfigDict, workdir: epath.PathLike | 
     tokenizer, data = load_dataset(config, workdir, own)
     places = range(config.batch_size)
     steps = {"batch_size": config.batch_size, "seed": config.seed, "first_step": step, "last_step": step + 1}
+    if workdir:
+        steps["batch_of"] = SkippedBatches(epath.Path(workdir)).batch_of
     rows = Rows(**next(host_batches(data, places, **steps)))
     return tokenizer, rows, corrupted(config, tokenizer, rows, noise_keys(config.seed, step, config.batch_size))
 
