@@ -19,8 +19,7 @@ While it decodes, answers are kept in OUTPUT.partial as they finish. Killed, or 
 decodes what is missing; then OUTPUT is written, whole and in the order of the prompts, and OUTPUT.partial deleted.
 
 Several processes, on one machine or on many that share a disk, answer parts of the prompts; killed, each goes on by its
-own command, here or elsewhere. The last one to finish writes the same OUTPUT as a single process would, but for
-`forwards`, since rows of a batch share what is fed ahead of time:
+own command. The last to finish writes the OUTPUT of one process (`forwards` may differ: a batch shares its budget):
 
   for i in 1 2 3 4; do python -m refusion_jax.generate ... --output=answers.jsonl --part=$i/4 & done; wait
 

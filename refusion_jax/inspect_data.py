@@ -5,14 +5,13 @@
   python -m refusion_jax.inspect_data --data=prepared/mine --html=data.html --config=configs/small.py
   python -m refusion_jax.inspect_data --data=prepared/mine --verify
 
-With --config it is the row at a place of the batch of a step, with the very noise that `train` gives it (--workdir
-names a run, whose tokenizer is used, and which may have left rows out). With --data it is any row of a prepared
-directory, corrupted as the default config would at that step and place. A prompt is dim; of a response the tokens that
-are given are green and those that are masked are red. What the model is given stands in the order in which it sees it,
-with a bar where the text jumps. --html also writes a page for a browser: each token as a cell, its label, and what it
-attends to. With --data and without --row the page is about all of the data instead: sources, lengths, what was left out
-and why, languages, some documents, and with a --config what training on it takes. `--verify` reads all files and
-compares every checksum.
+With --config it is the row at a place of the batch of a step, with the very noise that `train` gives it, by the
+tokenizer of the run --workdir and past the rows that it left out. With --data it is any row of a prepared directory,
+corrupted as the default config would at that step and place. A prompt is dim; of a response the given tokens are green
+and the masked ones red. What the model is given stands in the order in which it sees it, with a bar where the text
+jumps. --html also writes a page for a browser: each token as a cell, its label, and what it attends to. With --data and
+without --row the page is about all of the data instead: sources, lengths, what was left out and why, languages, some
+documents, and with a --config what training on it takes. `--verify` reads all files and compares every checksum.
 """
 
 from absl import flags

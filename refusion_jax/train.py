@@ -184,8 +184,6 @@ def session(run: Run, start_over: bool) -> str:
                 break
 
         outcome = "rolled back" if run.failure else "complete" if now.is_end else "preempted"
-        if not run.failure:
-            s.metrics.flush()
         with s.events.timed("end", step=step, reason=outcome):
             s.clock.flush()
             s.checkpoints.wait()

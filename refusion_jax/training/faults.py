@@ -90,8 +90,8 @@ class RunUnderTest:
     def pids(self) -> list[int]:
         """Its processes and their children: one of several hosts trains in a child, see `distributed.processes`."""
         own = [process.pid for process in self.processes]
-        children = [Path(f"/proc/{pid}/task/{pid}/children").read_text().split() for pid in own]
-        return own + [int(pid) for some in children for pid in some]
+        children = (Path(f"/proc/{pid}/task/{pid}/children").read_text() for pid in own)
+        return own + [int(pid) for pid in " ".join(children).split()]
 
     def until(self, happened: Callable[[], Any]) -> bool:
         """Waits for something; False where the run ends before."""
@@ -160,16 +160,15 @@ def kill_host(run: RunUnderTest, chance: random.Random) -> str:
 
 def full_disk(run: RunUnderTest, chance: random.Random) -> str:
     """Files can grow no more for a while (by a limit on the process); the run goes on, or stops with one line."""
-    infinity, said = (resource.RLIM_INFINITY, resource.RLIM_INFINITY), "could not be written"
+    pids, said = run.pids(), "could not be written"
     before = run.heard().count(said)  # by a full disk before this one
-    pids = run.pids()
     for pid in pids:
         resource.prlimit(pid, resource.RLIMIT_FSIZE, (1, resource.RLIM_INFINITY))
     run.until(lambda: run.heard().count(said) > before)
     time.sleep(chance.random() * 0.2)
     for pid in pids:
         with contextlib.suppress(ProcessLookupError):
-            resource.prlimit(pid, resource.RLIMIT_FSIZE, infinity)
+            resource.prlimit(pid, resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
     run.check("Traceback" not in run.heard(), "a traceback")
     if run.heard().count(said) == before:
         return "the run ended before a save"

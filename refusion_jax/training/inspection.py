@@ -42,11 +42,9 @@ def training_batch(config: ml_collections.ConfigDict, workdir: epath.PathLike | 
     """(tokenizer, rows, batch) of step `step` + 1 of `train`, for the global batch; None: of a run that begins."""
     own = find_own_tokenizer(epath.Path(config.init_from)) if config.init_from else None
     tokenizer, data = load_dataset(config, workdir, own)
-    places = range(config.batch_size)
     steps = {"batch_size": config.batch_size, "seed": config.seed, "first_step": step, "last_step": step + 1}
-    if workdir:
-        steps["batch_of"] = SkippedBatches(epath.Path(workdir)).batch_of
-    rows = Rows(**next(host_batches(data, places, **steps)))
+    batch_of = SkippedBatches(epath.Path(workdir)).batch_of if workdir else int
+    rows = Rows(**next(host_batches(data, range(config.batch_size), batch_of=batch_of, **steps)))
     return tokenizer, rows, corrupted(config, tokenizer, rows, noise_keys(config.seed, step, config.batch_size))
 
 

@@ -145,7 +145,6 @@ class Session:
             self.metrics.later(now.step, now.metrics | position | now.evaluated)
 
     def _save(self, now: Now) -> None:
-        self.clock.flush()
         self._health.before_save(now)
         if self._health.is_in_doubt and not now.is_last:
             return
