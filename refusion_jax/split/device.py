@@ -8,7 +8,8 @@ changes: with --codec=exact, and the same --weights and --cache on both sides, a
 
 When the connection breaks, an answer goes on where it was. When the server comes back without its memory, unfinished
 answers are decoded anew; when it does not come back within --patience, the call ends with one line. Finished answers
-are kept in OUTPUT.partial: the same command decodes what is missing. A last line on stderr says what crossed the link.
+are kept in OUTPUT.partial: the same command decodes what is missing, after --auto, which measures anew, that with the
+flags that were chosen. A last line on stderr says what crossed the link.
 """
 
 import dataclasses
