@@ -139,9 +139,8 @@ def read_events(workdir: epath.PathLike) -> list[dict[str, Any]]:
 
     def is_valid(event: dict[str, Any]) -> bool:
         kind = event.get("event")
-        if not isinstance(kind, str) or not all(is_number(event.get(x)) for x in ("time", *_NUMBERS.get(kind, ()))):
-            return False
-        return kind != "steps" or event["first"] <= event["last"]
+        is_whole = isinstance(kind, str) and all(is_number(event.get(x)) for x in ("time", *_NUMBERS.get(kind, ())))
+        return is_whole and (kind != "steps" or event["first"] <= event["last"])
 
     return [event for event in read_log(epath.Path(workdir) / FILE) if is_valid(event)]
 

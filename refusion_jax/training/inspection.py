@@ -62,9 +62,8 @@ def documents_of(rows: Rows, batch: Batch, mask_id: int) -> list[ShownDocument]:
         given = np.flatnonzero(batch.visibility.segment_ids == numbers.get(document))
         prompt = int(np.sum(~rows.is_response[text]))
         of_response = np.where(batch.inputs[given] == mask_id, "masked", "clean")
-        found.append(
-            ShownDocument(text, prompt, given, np.where(batch.positions[given] < prompt, "prompt", of_response))
-        )
+        kinds = np.where(batch.positions[given] < prompt, "prompt", of_response)
+        found.append(ShownDocument(text, prompt, given, kinds))
     return found
 
 
