@@ -4,6 +4,7 @@ import dataclasses
 import re
 import sys
 
+import jax
 import pytest
 from conftest import MASK, PROMPTS, ROOT, config_with, settings, sharp_model
 
@@ -12,6 +13,7 @@ from refusion_jax.cli.settings import setting
 from refusion_jax.config import default_config, make_objective
 from refusion_jax.decoding.settings import Settings
 from refusion_jax.systems import registry
+from refusion_jax.systems.interface import System
 
 
 @pytest.fixture
@@ -48,6 +50,8 @@ def undecorated(name: str) -> str:
         (copy_of_llada("odd").replace('{"odd": reference}', "{}"), "UserError: .*its decoder 'odd' has no reference"),
         (copy_of_llada("odd").replace('Section("odd"', 'Section(""'), "UserError: .*its config section has no name"),
         (copy_of_llada("odd").replace("d(MaskedDiffusion)", "d(DiffusionSettings)"), "UserError: .*no field 'batch_s"),
+        (copy_of_llada("odd").replace("declared(MaskedDiffusion)", "{}"), "UserError: .*section has no key 'padding'"),
+        (copy_of_llada("odd").replace("=MaskedDiffusion,", "=MaskedDiffusion(0),"), "UserError: .*no base class Objec"),
         (undecorated("MaskedDiffusion(Objective)"), "UserError: .*its objective has no decorator @dataclass"),
         (undecorated("DiffusionSettings(masked"), "UserError: .*settings class of its decoder 'odd' has no decorator"),
     ],
@@ -99,3 +103,36 @@ def test_a_new_system_is_found_by_its_name_and_trains_and_decodes(monkeypatch):
     monkeypatch.undo()
     with pytest.raises(UserError, match="method=toy: unknown; known: "):
         settings("toy")
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        (lambda before, after: after.replace(active=before.active), "Odd.step: does not end: [0-9]+ forwards have"),
+        (lambda _, after: half_precise(after), "Odd.step: state.settings.[a-z_]* was .*, and is bfloat16"),
+        (lambda _, after: (after, 1), "returns tuple, not a state"),
+        (lambda _, after: move(after, positions=50), "decoder 'odd' commits .* not to decode"),
+        (lambda _, after: move(after, tokens=-1000), "decoder 'odd' commits .* no token"),
+    ],
+)
+def test_a_decoder_whose_steps_are_wrong_is_refused_by_its_name(monkeypatch, change, why):
+    ar = registry.systems()["ar"]
+
+    class Odd(ar.decoders["ar"]):
+        def step(self, model, state):
+            return change(state, super().step(model, state))
+
+    monkeypatch.setattr(registry, "_registered", {})
+    registry.register(System("odd", None, {"odd": Odd}, {"odd": ar.references["ar"]}))
+    with pytest.raises(UserError, match=why):
+        decode(sharp_model(), PROMPTS[:2], settings("odd"))
+
+
+def half_precise(state):
+    return state.replace(settings=jax.tree.map(lambda x: x.astype("bfloat16"), state.settings))
+
+
+def move(state, **by):
+    """The state with other positions or tokens of what is committed."""
+    moved = {name: getattr(state.record, name) + n for name, n in by.items()}
+    return state.replace(record=state.record.replace(**moved))

@@ -17,6 +17,7 @@ from flax import struct
 from jaxtyping import Array, Bool, Float32, Int32, Key, PyTree
 
 from refusion_jax.batch.rows import row_index
+from refusion_jax.cli.errors import UserError
 from refusion_jax.cli.settings import scope
 from refusion_jax.decoding import cache as kv
 from refusion_jax.decoding.requests import (
@@ -168,6 +169,17 @@ class Decoder(abc.ABC):
     @abc.abstractmethod
     def step(self, model: Transformer, state: RowState) -> RowState:
         """One forward of the whole batch, and each row's next state. Finished rows must not change."""
+
+    def next_state(self, model: Transformer, state: RowState) -> RowState:
+        """The state of `step`; UserError where that is no state like the one before."""
+        after, name = self.step(model, state), f"{type(self).__name__}.step"
+        if jax.tree.structure(after) != jax.tree.structure(state):
+            raise UserError(f"{name}: returns {type(after).__name__}, not a state as it was given")
+        for (path, old), new in zip(jax.tree.leaves_with_path(state), jax.tree.leaves(after), strict=True):
+            if (new.dtype, new.shape) != (old.dtype, old.shape):
+                field = f"state{jax.tree_util.keystr(path)}"
+                raise UserError(f"{name}: {field} was {jax.typeof(old)}, and is {jax.typeof(new)}")
+        return after
 
     def scored(self, model: Transformer, rows: int) -> int:
         """Places of a shard whose logits exist at once, for a batch of so many rows; under `jax.set_mesh`."""

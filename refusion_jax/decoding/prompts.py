@@ -106,15 +106,8 @@ def to_record(id: object, answer: Answer, tokenizer: Tokenizer | None, stops: St
         text, is_cut = stops.cut(text)
         if is_cut:
             tokens, reason = tokens_of(text, tokens, tokenizer.decode), "stop"
-    return {
-        "id": id,
-        "text": text,
-        "tokens": tokens,
-        "commit_order": answer.commit_order,
-        "forwards": answer.forwards,
-        "rounds": answer.rounds,
-        "finish_reason": reason,
-    }
+    told = {name: getattr(answer, name) for name in ("commit_order", "forwards", "rounds")}
+    return {"id": id, "text": text, "tokens": tokens, **told, "finish_reason": reason}
 
 
 def tokens_of(text: str, tokens: list[int], decode: Decode) -> list[int]:

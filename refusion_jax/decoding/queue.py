@@ -35,6 +35,8 @@ from refusion_jax.model.transformer import Transformer
 
 UNTIL_DONE = np.iinfo(np.int32).max  # forwards of a run that ends with its rows alone
 LOOK = 16  # forwards between two checks of whether the caller stops answers
+_MOST = 64  # forwards of a run, after which the host can be interrupted, and sees a decoder that does not end
+_IDLE = 4096  # forwards without a token that no decoder needs
 _KEPT = 4  # beginnings of prompts are kept for others in as much memory as a quarter of the rows
 
 
@@ -73,13 +75,13 @@ def stream(
     blocks = kept // decoder.prefix_block if kept and kept <= room_besides(model, mesh_of(model), rows, decoder) else 0
     batch = (batch_type or RunningBatch)(model, decoder, requests[0], rows, blocks)
     batch.recorded = LOOK if record else 0
-    refill, eos_id = -(-batch.rows // REFILL), decoder.ids.eos_id
-    row_of, finished = {}, []
+    refill, ids = -(-batch.rows // REFILL), decoder.ids
+    row_of, finished, idle, committed = {}, [], 0, None
     waiting = sorted(range(len(requests)), key=lambda index: (requests[index].length, -index))  # popped from its end
 
     def answers() -> Iterator[tuple[int, Answer]]:
         for index, is_ended, outcome in finished:
-            yield index, read_answer(requests[index], *outcome, eos_id, is_ended)
+            yield index, read_answer(requests[index], *outcome, ids, is_ended)
 
     while waiting or row_of:
         some = []
@@ -88,18 +90,22 @@ def stream(
             row_of |= zip(batch.admit([requests[index] for index in some]), some, strict=True)
         # Where fewer requests wait than a refill takes, so many free rows are enough.
         wanted = min(refill, len(waiting)) if waiting else batch.rows
-        most = every if watch else UNTIL_DONE
+        most = every if watch else _MOST
         most = 0 if most == 1 and some else most  # which shows what an admission commits
         batch.run(wanted, most)
         yield from answers()  # the caller's work, too, takes place while the device decodes
         progress = batch.look()
         if batch.failed:
             raise next(iter(batch.failed.values()))
+        idle = idle + most if not some and np.array_equal(progress.record.count, committed) else 0
+        committed = progress.record.count
+        if idle > _IDLE:
+            raise UserError(f"{type(decoder).__name__}.step: does not end: {idle} forwards have committed nothing")
         for row, index in row_of.items() if record else ():
             record(index, jax.tree.map(lambda x, row=row: x[:, row], progress.trajectory))
         done, ended = [row for row in row_of if not progress.active[row]], []
         for row, index in row_of.items() if watch else ():
-            so_far = read_answer(requests[index], *progress.of(row), eos_id, is_ended=row not in done)
+            so_far = read_answer(requests[index], *progress.of(row), ids, is_ended=row not in done)
             if watch(index, so_far) and row not in done:
                 ended.append(row)
         batch.stop(ended)
@@ -296,7 +302,7 @@ def _run(
 
     def step(state):
         with collect() as told:
-            after = decoder.step(model, state)
+            after = decoder.next_state(model, state)
         number = jnp.where(state.active, state.forwards + 1, 0)
         trajectory = Trajectory.of(number, state.record.count, told) if recorded else None
         if not counts_drafts:

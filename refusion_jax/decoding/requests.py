@@ -16,7 +16,7 @@ from jaxtyping import Array, ArrayLike, Bool, Int32
 from refusion_jax.cli.errors import SettingError, UserError
 from refusion_jax.cli.settings import scope
 from refusion_jax.decoding.sampling import Record
-from refusion_jax.decoding.settings import Settings, TracedSettings
+from refusion_jax.decoding.settings import Settings, TokenIds, TracedSettings
 from refusion_jax.model.key_values import KeyValues
 from refusion_jax.model.shape import ModelConfig
 
@@ -242,12 +242,16 @@ class Answer:
 
 
 def read_answer(
-    request: Request, record: Record, forwards: np.ndarray, rounds: np.ndarray, eos_id: int, is_ended: bool = False
+    request: Request, record: Record, forwards: np.ndarray, rounds: np.ndarray, ids: TokenIds, is_ended: bool = False
 ) -> Answer:
-    """The answer in the record of one row; one that the caller has stopped ends at its first gap."""
+    """The answer in the record of one row, up to its first gap if the caller has stopped it; UserError for none."""
     positions, tokens = record.positions[: record.count].tolist(), record.tokens[: record.count].tolist()
     text = dict(zip(positions, tokens, strict=True))
-    end = min((at for at, token in text.items() if token == eos_id), default=None)
+    asked = {at for places, given in request.parts if given is None for at in places}
+    if not text.keys() <= asked or len(text) < len(tokens) or not all(0 <= t < ids.num_tokens for t in tokens):
+        by = f"{request.name}: the decoder {request.settings.method!r} commits"
+        raise UserError(f"{by} a place twice, one that it was not to decode, or no token: {tokens} at {positions}")
+    end = min((at for at, token in text.items() if token == ids.eos_id), default=None)
     for given, own in request.parts[1:]:  # without the prompt, which may be long
         text |= {} if own is None else dict(zip(given, own, strict=True))
     places = [at for at in sorted(text) if end is None or at <= end]
@@ -259,5 +263,5 @@ def read_answer(
         commit_tokens=tokens,
         forwards=int(forwards),
         rounds=int(rounds),
-        finish_reason="stop" if is_ended else "eos" if eos_id in tokens else "length",
+        finish_reason="stop" if is_ended else "eos" if ids.eos_id in tokens else "length",
     )

@@ -330,8 +330,8 @@ class Engine:
         if job.is_over:
             return
         job.told = time.monotonic()
-        answer = read_answer(job.request, *outcome, self._decoder.ids.eos_id, is_ended=not is_finished)
         try:
+            answer = read_answer(job.request, *outcome, self._decoder.ids, is_ended=not is_finished)
             goes_on = job.report(answer, is_finished)
         except Exception as error:  # noqa: BLE001  of one answer, which no other has to do with
             job.fail(error)

@@ -11,13 +11,15 @@ import importlib.metadata
 import pkgutil
 import sys
 from collections.abc import Callable, Iterable, Iterator
+from typing import Any
 
 from refusion_jax import systems as folder
 from refusion_jax.cli.errors import SettingError, UserError, first_line
 from refusion_jax.cli.settings import declared
 from refusion_jax.decoding.decoder import Decoder
+from refusion_jax.decoding.settings import Settings
 from refusion_jax.model.families import Release
-from refusion_jax.systems.interface import PLAIN, System
+from refusion_jax.systems.interface import PLAIN, Objective, System
 
 ENTRY_POINTS = "refusion_jax.systems"
 
@@ -72,19 +74,18 @@ def _entry_points() -> Iterator[tuple[str, Callable[[], System]]]:
 
 def _check(system: System, others: Iterable[System]) -> None:
     """Raises UserError where a system is not whole, or takes something from the others."""
-    for name, lacks in _missing(system):
-        raise UserError(f"system {system.name!r}: {name} has no {lacks}")
+    name = f"system {system.name!r}"
+    for part, lacks in _missing(system):
+        raise UserError(f"{name}: {part} has no {lacks}")
     for other in others:
         if other.name == system.name or (set(other.decoders) & set(system.decoders)):
-            raise UserError(f"system {system.name!r}: {other.name!r} has this name or one of its decoders' already")
+            raise UserError(f"{name}: {other.name!r} has this name or one of its decoders' already")
         if (section := system.section.name) and other.section.name == section:
-            raise UserError(f"system {system.name!r}: {other.name!r} has the config section {section!r} already")
-        for name, kind in _kinds(system).items():
-            if (known := _kinds(other).get(name, kind)) is not kind:
-                raise UserError(
-                    f"system {system.name!r}: its --decode.{name} is of type {kind.__name__}, and that of "
-                    f"{other.name!r} of type {known.__name__}; both are one flag"
-                )
+            raise UserError(f"{name}: {other.name!r} has the config section {section!r} already")
+        for key, kind in _kinds(system).items():
+            if (known := _kinds(other).get(key, kind)) is not kind:
+                types = f"of type {kind.__name__}, and that of {other.name!r} of type {known.__name__}"
+                raise UserError(f"{name}: its --decode.{key} is {types}; both are one flag")
 
 
 def _missing(system: System) -> Iterator[tuple[str, str]]:
@@ -92,26 +93,26 @@ def _missing(system: System) -> Iterator[tuple[str, str]]:
     if system.section.keys and not system.section.name:
         yield "its config section", "name"
     if system.objective:
-        for member in sorted(system.objective.__abstractmethods__):
-            yield "its objective", member
-        yield from _undecorated("its objective", system.objective)
-        for key in sorted({*system.section.keys} - {field.name for field in dataclasses.fields(system.objective)}):
+        yield from _lacking("its objective", system.objective, Objective)
+        keys, fields = {*system.section.keys}, {field.name for field in dataclasses.fields(system.objective)}
+        for key in sorted(keys - fields):
             yield "its objective", f"field {key!r}, a key of its config section"
+        for key in sorted({*declared(system.objective)} - keys):
+            yield "its config section", f"key {key!r}, a setting of its objective"
     for name, decoder in system.decoders.items():
         part = f"its decoder {name!r}"
-        if not issubclass(decoder, Decoder):
-            yield part, "base class Decoder"
-        for member in sorted(decoder.__abstractmethods__):
-            yield part, member
-        if not hasattr(decoder, "settings"):
-            yield part, "settings"
-        yield from _undecorated(f"the settings class of {part}", decoder.settings)
+        yield from _lacking(part, decoder, Decoder)
+        yield from _lacking(f"the settings class of {part}", getattr(decoder, "settings", None), Settings)
         if name not in system.references:
             yield part, "reference"
 
 
-def _undecorated(part: str, owner: type) -> Iterator[tuple[str, str]]:
-    """A class that declares a setting without being made a dataclass, which would leave it without this setting."""
+def _lacking(part: str, owner: Any, base: type) -> Iterator[tuple[str, str]]:
+    """What a class lacks of its base class. Without the decorator it would not have the settings that it declares."""
+    if not isinstance(owner, type) or not issubclass(owner, base):
+        yield part, f"base class {base.__name__}"
+    for member in sorted(getattr(owner, "__abstractmethods__", ())):
+        yield part, member
     if any(isinstance(value, dataclasses.Field) for value in vars(owner).values()):
         yield part, "decorator @dataclasses.dataclass(frozen=True)"
 
