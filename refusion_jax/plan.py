@@ -1,6 +1,6 @@
 """Asks the TPU compiler whether a run fits a TPU slice, and estimates how fast it is. No TPU is needed.
 
-  pip install libtpu
+  pip install -e '.[plan]'
   python -m refusion_jax.plan --config=configs/refusion_8b.py --topology=v5p:2x4x4 --rows_per_chip=2
   python -m refusion_jax.plan --config=configs/refusion_8b.py --topology=v5e:8x8 --search
   python -m refusion_jax.plan --hlo=DIRECTORY/NAME.after_optimizations.txt --topology=v5p:2x4x4

@@ -1,5 +1,6 @@
 """`plan` as a command, where nothing is compiled: names of slices, programs of other frameworks, and estimates."""
 
+import importlib.metadata
 import importlib.util
 import json
 import re
@@ -16,7 +17,7 @@ from refusion_jax.config import default_config
 from refusion_jax.distributed.chips import find_chip
 from refusion_jax.distributed.topology import NAMES, topology_of
 from refusion_jax.distributed.xla_options import LIBTPU, version_mismatch
-from refusion_jax.planning.compiler import prepare_environment
+from refusion_jax.planning.compiler import libtpu_version, prepare_environment
 from refusion_jax.planning.fastest import faster_settings
 from refusion_jax.planning.report import to_table
 from refusion_jax.planning.search import search
@@ -40,6 +41,12 @@ def dump(tmp_path):
     path.write_text(LOOP)
     path.with_name("module_0001.jit_step.after_optimizations-buffer-assignment.txt").write_text(ASSIGNMENT)
     return path
+
+
+def test_without_the_compiler_the_extra_is_named_that_has_the_version_that_plans_rest_on(monkeypatch):
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: importlib.metadata.distribution(f"no-{name}"))
+    with pytest.raises(UserError, match=re.escape("libtpu is not installed: pip install -e '.[plan]'")):
+        libtpu_version()
 
 
 @needs_topologies

@@ -39,7 +39,7 @@ FILE = "published_runs.json"
 
 def define_flags(own: flags.FlagValues) -> None:
     """The flags of this benchmark."""
-    flags.DEFINE_bool("compile", False, "Compile the programs again: pip install libtpu", flag_values=own)
+    flags.DEFINE_bool("compile", False, "Compile the programs again: pip install -e '.[plan]'", flag_values=own)
     flags.DEFINE_string("output", "", "Where to write the runs with the new counts; needs --compile", flag_values=own)
 
 

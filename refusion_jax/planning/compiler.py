@@ -20,7 +20,7 @@ from pathlib import Path
 import jax
 from jax.experimental import topologies
 
-from refusion_jax.cli.errors import SettingError, UserError
+from refusion_jax.cli.errors import SettingError, UserError, needs
 from refusion_jax.distributed.chips import find_chip
 from refusion_jax.distributed.storage import write_file
 from refusion_jax.planning import hlo
@@ -56,10 +56,8 @@ class Compiled:
 
 def libtpu_version() -> str:
     """Version of the compiler; UserError where it is not installed."""
-    try:
+    with needs("plan"):
         return importlib.metadata.version("libtpu")
-    except importlib.metadata.PackageNotFoundError as error:
-        raise UserError("plan needs the TPU compiler, on any Linux machine: pip install libtpu") from error
 
 
 def tpu_devices(topology: str, slices: int) -> list[jax.Device]:
