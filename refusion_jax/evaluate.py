@@ -56,7 +56,7 @@ from refusion_jax.systems.api import DecodeSettings, all_settings, check_setting
 from refusion_jax.systems.registry import system_of
 
 _CHECKPOINT = flags.DEFINE_string("checkpoint", None, command.CHECKPOINT)
-_TASKS = flags.DEFINE_list("tasks", None, "Names of tasks, with commas between")
+_TASKS = flags.DEFINE_list("tasks", None, "Names of tasks, with commas between", allow_overwrite=False)
 _PREPARED = flags.DEFINE_string("data", None, "Instead of --tasks: a directory that `prepare` wrote, to be scored")
 _OUTPUT = flags.DEFINE_string("output", None, "Directory of the results: made, or continued")
 _INCLUDE = flags.DEFINE_string("include_path", None, "Directory of task files of your own (lm_eval's YAML)")

@@ -75,8 +75,8 @@ from refusion_jax.systems.api import DecodeSettings, all_settings, check_setting
 from refusion_jax.systems.registry import decoders, default_decoder, default_system, find_decoder
 
 _CHECKPOINT = flags.DEFINE_string("checkpoint", None, command.CHECKPOINT)
-_INPUT = flags.DEFINE_string("input", None, "JSONL file of prompts")
-_PROMPT = flags.DEFINE_string("prompt", None, "One prompt, instead of --input")
+_INPUT = flags.DEFINE_string("input", None, "JSONL file of prompts", allow_overwrite=False)
+_PROMPT = flags.DEFINE_string("prompt", None, "One prompt, instead of --input", allow_overwrite=False)
 _OUTPUT = flags.DEFINE_string("output", None, "JSONL file of answers; stdout by default")
 _PART = flags.DEFINE_string(
     "part", None, "Answer part I of N of the prompts alone, such as 2/4; the process that ends last writes the --output"

@@ -24,6 +24,7 @@ from refusion_jax.cli.errors import UserError
 from refusion_jax.cli.flag_values import check_file
 from refusion_jax.config import check, check_stores, default_config, help_texts
 from refusion_jax.config.keys import keys
+from refusion_jax.config.run_config import check_same_run
 from refusion_jax.data.fast_tokenizer import find_tokenizer_file, load_tokenizer_file
 from refusion_jax.data.interface import Tokenizer
 from refusion_jax.data.prepared import PreparedRows
@@ -48,6 +49,7 @@ _HTML = flags.DEFINE_string(
     "HTML file that also shows the row, and what each token attends to; of --data without --row, all of the data",
 )
 _VERIFY = flags.DEFINE_bool("verify", False, "Compare all checksums of --data instead of showing a row")
+_OF_ROWS = {"data", "seed", "batch_size", "row_length"}  # config keys by which a run has its rows
 
 
 def _tokenizer() -> Tokenizer:
@@ -83,8 +85,10 @@ def main() -> None:
         check_stores(config)
         if place >= config.batch_size:
             raise UserError(f"--place={place}: a batch holds rows 0 to {config.batch_size - 1}")
-        if _WORKDIR.value and not (epath.Path(_WORKDIR.value) / "config.json").exists():
-            raise UserError(f"--workdir={_WORKDIR.value}: holds no run, whose tokenizer is asked for")
+        if _WORKDIR.value:
+            if not (epath.Path(_WORKDIR.value) / "config.json").exists():
+                raise UserError(f"--workdir={_WORKDIR.value}: holds no run, whose tokenizer is asked for")
+            check_same_run(epath.Path(_WORKDIR.value), config, resumable=set(config) - _OF_ROWS)
         tokenizer, rows, batch = training_batch(config, _WORKDIR.value, _STEP.value - 1)
         title = f"row {place} of the batch of step {_STEP.value}, objective {config.objective}"
     elif _VERIFY.value:

@@ -31,6 +31,7 @@ from refusion_jax.checkpoints.load import check_fits, find_own_tokenizer, read_m
 from refusion_jax.checkpoints.lock import check_free, locked
 from refusion_jax.cli import command
 from refusion_jax.cli.errors import UserError, naming, needs
+from refusion_jax.cli.flag_values import check_output
 from refusion_jax.config import CHANGEABLE, check, check_mesh, check_stores, help_texts, make_objective
 from refusion_jax.config.keys import keys
 from refusion_jax.config.model import adopt_shape, adopt_steps, model_config
@@ -81,6 +82,7 @@ def train(
     check(config)
     check_stores(config)
     check_trackers(config, workdir)
+    check_output("workdir", workdir, directory=True)
     adopt_shape(config, workdir)
     changed = check_same_run(workdir, config, allowed)
     check_free(workdir)

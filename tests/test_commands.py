@@ -184,12 +184,18 @@ BAD = {
         ["train_tokenizer", "--input={dir}/good.jsonl", "--output={run}/model.json"],
         "model.json: is there already, and no tokenizer of ours",
     ),
+    "a corpus and another": (["train_tokenizer", "--input=a", "--input=b"], "--input=b: already defined as a"),
+    "a prompt and another": ([*ONE, "--prompt=y"], "--prompt=y: already defined as x"),
     "numbers that are no digits": (["bench", "decode", "--batch_sizes=8,²"], "must be numbers from 1 to"),
     "setup without a decoder": (["bench", "decode", "--setup="], "unknown"),
     "inspecting nothing": (["inspect_data", "--data={dir}"], "holds no rows (there is no manifest.json)"),
     "inspecting by no run": (
         ["inspect_data", "--config=configs/quickstart.py", "--workdir={dir}"],
         "holds no run, whose tokenizer is asked for",
+    ),
+    "inspecting another run": (
+        ["inspect_data", *TRAIN[1:], "--workdir={run}", "--config.seed=1", "--config.data.examples=400"],
+        "holds a run with another config (differs in data.examples, seed)",
     ),
     "report on nothing": (["quickstart", "--workdir={dir}"], "holds no checkpoint"),
     "page of no run": (["report", "--workdir={run},{dir}", "--output={dir}/new"], "--workdir={dir}: holds no run"),

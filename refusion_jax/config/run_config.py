@@ -1,7 +1,7 @@
 """The config in a run's directory: written when the run starts, compared when it is started again."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import jax
 import ml_collections
@@ -9,7 +9,6 @@ from etils import epath
 
 from refusion_jax.checkpoints.run_directory import write_model_config
 from refusion_jax.cli.errors import UserError, first_line
-from refusion_jax.cli.flag_values import check_output
 from refusion_jax.config import CHANGEABLE, RESUMABLE, default_config, flatten
 from refusion_jax.data.interface import Tokenizer
 from refusion_jax.data.manifest import is_prepared
@@ -23,14 +22,13 @@ def check_same_run(
     workdir: epath.Path,
     config: ml_collections.ConfigDict,
     allowed: Sequence[str] = (),
-    resumable: Sequence[str] = RESUMABLE,
+    resumable: Collection[str] = RESUMABLE,
 ) -> list[str]:
-    """Refuses a directory that holds another run, or what a run could not write to.
+    """Refuses a directory that holds another run, or prepared data.
 
     The values of `resumable` and `allowed` keys, or sections, may differ from those that the run was started with.
     Returns what has changed of the latter: "KEY: OLD -> NEW" each.
     """
-    check_output("workdir", workdir, directory=True)
     if is_prepared(str(workdir)):
         raise UserError(f"--workdir={workdir}: holds prepared data; name another directory")
     if not (workdir / "config.json").exists():

@@ -61,8 +61,8 @@ def define_flags(own: flags.FlagValues) -> None:
     codecs = "Hidden states on the link: exact; int8; adaptive: as few bits as keep an error of 0.2 root mean squares"
     flags.DEFINE_enum("codec", "exact", [*CODECS], codecs, flag_values=own)
     flags.DEFINE_float("patience", 60.0, "Seconds in which a lost server must be back", 1, 86400, flag_values=own)
-    text("prompt", None, "One prompt, instead of --input")
-    text("input", None, "JSONL file of prompts")
+    text("prompt", None, "One prompt, instead of --input", allow_overwrite=False)
+    text("input", None, "JSONL file of prompts", allow_overwrite=False)
     text("output", None, "JSONL file of answers; stdout by default")
     settings = {name: own for name, own in all_settings().items() if name not in _OWN}
     command.define_settings(settings, own)
