@@ -132,7 +132,11 @@ def test_weights_of_another_shape_are_named(tmp_path, capfd):
 
 
 def test_a_model_is_loaded_in_a_precision_that_there_is(tmp_path):
-    for how, said in (({"dtype": "int8"}, "dtype=int8: must be float32"), ({"weights": "int4"}, "known: same, int8")):
+    for how, said in (
+        *(({"dtype": name}, f"dtype={name}: must be float32 or bfloat16") for name in ("int8", "x")),
+        ({"weights": "int4"}, "known: same, int8"),
+        ({"mesh": {"data": 1}}, "mesh={'data': 1}: must be what make_mesh returns"),
+    ):
         with pytest.raises(UserError, match=said):
             load_model(tmp_path, **how)
 

@@ -163,6 +163,9 @@ def test_of_masked_diffusion_it_is_a_bound_with_its_error():
         ({"order": [0, 0]}, r"order=\[0, 0\] must name each of its 2 slots"),
         ({"order": [1]}, "must name each of its 2 slots"),
         ({"order": "backwards"}, "must be left_to_right, random, or a list"),
+        ({"order": None}, "order: must be a list of slot indices"),
+        ({"seed": -1}, "seed=-1: must be at least 0"),
+        ({"model": "runs/mine"}, "model=runs/mine: must be what load_model returns"),
         ({"slot_size": 0}, "slot_size=0: must be at least 1"),
         ({"slot_size": 2.0}, "slot_size=2.0: must be at least 1, a whole number"),
         ({"prompts": ["text"]}, "text 0: must be a list of token ids"),
@@ -175,6 +178,6 @@ def test_of_masked_diffusion_it_is_a_bound_with_its_error():
     ids=str,
 )
 def test_what_cannot_be_scored_is_refused(change, message):
-    call = {"prompts": [[7]], "continuations": [[5, 6, 7]], "slot_size": 2} | change
+    call = {"model": tiny_model(), "prompts": [[7]], "continuations": [[5, 6, 7]], "slot_size": 2} | change
     with pytest.raises(UserError, match=message):
-        log_likelihood(tiny_model(), **call)
+        log_likelihood(**call)

@@ -18,7 +18,7 @@ from flax import nnx
 from refusion_jax.checkpoints import checksums, run_directory
 from refusion_jax.checkpoints.directory import find_step
 from refusion_jax.checkpoints.weights import Reader, open_params, restore_params, stored_dtype
-from refusion_jax.cli.errors import SettingError, UserError, naming
+from refusion_jax.cli.errors import SettingError, UserError, check_made, naming
 from refusion_jax.cli.settings import declared, scope
 from refusion_jax.data.fast_tokenizer import find_tokenizer_file, first_difference, load_tokenizer_file
 from refusion_jax.data.interface import Tokenizer
@@ -61,12 +61,13 @@ def load_model(
     Raises:
       UserError: where there is no model that we can read, or the mesh does not fit its weights.
     """
-    if (name := jnp.dtype(dtype).name) not in ("float32", "bfloat16"):
+    if (name := dtype if isinstance(dtype, str) else jnp.dtype(dtype).name) not in ("float32", "bfloat16"):
         raise UserError(f"dtype={name}: must be float32 or bfloat16")
     declared(Settings)["weights"].check("decode", "weights", weights)
+    mesh = mesh or make_mesh({}, jax.devices()[:1])
+    check_made("mesh", mesh, jax.sharding.Mesh, "make_mesh")
     path = epath.Path(path)
     config = read_model_config(path)
-    mesh = mesh or make_mesh({}, jax.devices()[:1])
     graphdef, target = abstract_transformer(config, dtype, mesh, weights=weights)
     if weights == "same":
         return nnx.merge(graphdef, load_params(path, target))

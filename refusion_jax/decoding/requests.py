@@ -3,6 +3,7 @@
 Everything here runs on the host, once per request. Axes: R requests, N places of a row, C cache entries.
 """
 
+import contextlib
 import dataclasses
 import functools
 import operator
@@ -13,7 +14,7 @@ import numpy as np
 from flax import struct
 from jaxtyping import Array, ArrayLike, Bool, Int32
 
-from refusion_jax.cli.errors import SettingError, UserError
+from refusion_jax.cli.errors import SettingError, UserError, check_made
 from refusion_jax.cli.settings import scope
 from refusion_jax.decoding.sampling import Record
 from refusion_jax.decoding.settings import Settings, TokenIds, TracedSettings
@@ -21,6 +22,7 @@ from refusion_jax.model.key_values import KeyValues
 from refusion_jax.model.shape import ModelConfig
 
 ROUNDING = 32  # cache lengths are multiples of this, so that few programs are compiled
+_TOKENS = "token ids, as the encode_prompts of a tokenizer makes of each text"
 _CHUNK = 256  # given tokens per forward of the prefill, at most
 
 
@@ -169,6 +171,7 @@ def prepare(requests: Sequence[Sequence[int] | Request], settings: Settings, mod
 
     Tokens may be any sequences or arrays of whole numbers; those of the result are lists.
     """
+    check_made("settings", settings, Settings, "DecodeSettings")
     room = settings.cache_length or model.max_position_embeddings
     if model.local_rope and room > model.max_position_embeddings:
         settings.refuse("cache_length", f"the model's local layers attend to {model.max_position_embeddings} tokens")
@@ -178,11 +181,13 @@ def prepare(requests: Sequence[Sequence[int] | Request], settings: Settings, mod
         request = request if isinstance(request, Request) else Request(request)
         default, own = (0, request.settings) if request.settings else (i, settings)
         noise = default if request.noise is None else request.noise
+        check_made("settings", own, Settings, "DecodeSettings")
         own, name = dataclasses.replace(own, **of_call), request.name or f"prompt {i}"
-        parts = (int(x) if isinstance(x, int | np.integer) else token_ids(name, x) for x in request.template)
-        prompt, template = token_ids(name, request.prompt), tuple(parts)
-        changed = {"prompt": prompt, "template": template, "settings": own, "noise": noise, "name": name}
-        request = dataclasses.replace(request, **changed)
+        if not (isinstance(noise, int | np.integer) and 0 <= noise < 2**32):
+            raise UserError(f"{name}: noise={noise}: must be a whole number from 0 to 2^32 - 1")
+        parts = (int(x) if isinstance(x, int | np.integer) else whole_numbers(name, x) for x in request.template)
+        prompt, template = whole_numbers(name, request.prompt), tuple(parts)
+        request = dataclasses.replace(request, prompt=prompt, template=template, settings=own, noise=noise, name=name)
         filled.append(dataclasses.replace(request, settings=_complete(request, model, room)))
         _check(filled[-1], model.num_tokens, room)
     return filled
@@ -199,13 +204,13 @@ def _complete(request: Request, model: ModelConfig, room: int) -> Settings:
         raise UserError(f"{request.name}: {error} of what fits after its {len(request.prompt)} tokens") from error
 
 
-def token_ids(name: str, given: Iterable[int]) -> list[int]:
-    """Token ids as a list, whatever holds them; UserError, which names the text, where they are none."""
-    try:
-        return [operator.index(token) for token in np.asarray(given).tolist()]  # JAX takes 50 us for a token
-    except (TypeError, ValueError) as error:
-        why = "must be a list of token ids, as the encode_prompts of a tokenizer makes of each text"
-        raise UserError(f"{name}: {why}") from error
+def whole_numbers(name: str, given: Iterable[int], what: str = _TOKENS) -> list[int]:
+    """Token ids, or numbers of something else, as a list, whatever holds them; UserError where they are none."""
+    with contextlib.suppress(TypeError):
+        found = given.tolist() if hasattr(given, "tolist") else [*given]  # JAX would take 50 us for a token
+        if bool not in map(type, found):
+            return [*map(operator.index, found)]
+    raise UserError(f"{name}: must be a list of {what}")
 
 
 def check_tokens(name: str, given: Sequence[int], num_tokens: int) -> None:

@@ -18,12 +18,12 @@ import numpy as np
 from flax import nnx
 
 from refusion_jax.batch.visibility import Visibility
-from refusion_jax.cli.errors import UserError
+from refusion_jax.cli.errors import UserError, check_made
 from refusion_jax.cli.settings import declared
 from refusion_jax.data.interface import Tokenizer
 from refusion_jax.data.packing import fit
 from refusion_jax.decoding.queue import mesh_of
-from refusion_jax.decoding.requests import check_tokens, token_ids
+from refusion_jax.decoding.requests import check_tokens, whole_numbers
 from refusion_jax.distributed import sharding
 from refusion_jax.distributed.processes import fetch
 from refusion_jax.evaluation.hosts import Hosts
@@ -98,8 +98,8 @@ def likelihoods(
     system = system_of(method) if method else default_system()
     if system.scoring is None:
         raise UserError(f"the likelihood of {system.name} models is not known")
-    order = order if isinstance(order, str) else [*order]
-    texts = _checked(model, method, prompts, continuations, slot_size, order, draws)
+    order = order if isinstance(order, str) else whole_numbers("order", order, "slot indices")
+    texts = _checked(model, method, prompts, continuations, slot_size, order, draws, seed)
     keys = range(len(texts)) if keys is None else keys
     draws = _draws(system, order, draws)
     items = []
@@ -215,15 +215,18 @@ def longest_scored(model: Transformer, method: str = "") -> int:
     return model.config.max_position_embeddings + bool(scoring and scoring.needs_prompt)
 
 
-def _checked(model, method, prompts, continuations, slot_size, order, draws) -> list[tuple[np.ndarray, np.ndarray]]:
+def _checked(
+    model, method, prompts, continuations, slot_size, order="left_to_right", draws=0, seed=0
+) -> list[tuple[np.ndarray, np.ndarray]]:
+    check_made("model", model, Transformer, "load_model")
     if isinstance(order, str) and order not in ("left_to_right", "random"):
         raise UserError(f"order={order}: must be left_to_right, random, or a list of slots")
-    for name, value, least in (("slot_size", slot_size, 1), ("draws", draws, 0)):
+    for name, value, least in (("slot_size", slot_size, 1), ("draws", draws, 0), ("seed", seed, 0)):
         if not isinstance(value, int | np.integer) or value < least:
             raise UserError(f"{name}={value}: must be at least {least}, a whole number")
     c, texts = model.config, []
     for number, (prompt, continuation) in enumerate(zip(prompts, continuations, strict=True)):
-        prompt, continuation = (token_ids(f"text {number}", given) for given in (prompt, continuation))
+        prompt, continuation = (whole_numbers(f"text {number}", given) for given in (prompt, continuation))
         if ids := prompt + continuation:
             check_tokens(f"text {number}", ids, c.num_tokens)
         if len(ids) > longest_scored(model, method):
@@ -257,7 +260,7 @@ def token_scores(
     system = system_of(method)
     if system.scoring is None or system.scoring.is_bound:
         raise UserError(f"the likelihood of a token is not known for {system.name} models")
-    texts = _checked(model, method, prompts, continuations, slot_size, "left_to_right", 0)
+    texts = _checked(model, method, prompts, continuations, slot_size)
     numbers = [number for number, (_, continuation) in enumerate(texts) if len(continuation)]
     how = slot_size, "left_to_right", model.config.mask_token_id, (0, 0, 0)
     items = [system.scoring.forward(ScoredText(*texts[number], *how, f"text {number}")) for number in numbers]

@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from refusion_jax.cli.errors import SettingError, UserError
+from refusion_jax.cli.errors import SettingError, UserError, check_made
 from refusion_jax.cli.settings import Setting, declared, scope
 from refusion_jax.data.interface import Tokenizer
 from refusion_jax.decoding import queue
@@ -119,6 +119,7 @@ def decode(model: Transformer, prompts: Sequence[Sequence[int] | Request], setti
     Raises:
       UserError: where a prompt is empty, has an id outside the vocabulary, or does not fit into the cache.
     """
+    check_made("model", model, Transformer, "load_model")
     requests = prepare(prompts, settings, model.config)
     answers = dict(stream(model, requests)) if requests else {}
     in_order = [answers[i] for i in range(len(requests))]
