@@ -17,7 +17,7 @@ import jax
 import numpy as np
 import pytest
 from absl import flags
-from conftest import PROMPTS, settings, sharp_model, start
+from conftest import PROMPTS, settings, sharp_model, start, tiny_model
 from etils import epath
 from flax import nnx
 from helpers import wait_until
@@ -326,11 +326,15 @@ def talking(service):
         yield here
 
 
-def test_only_holders_of_the_key_and_the_model_are_served(served, model, key, tmp_path):
+def test_only_holders_of_the_key_and_the_model_are_served(served, model, key, tmp_path, monkeypatch):
     with pytest.raises(UserError, match="another --key"):
         link_to(served, model, make_key(tmp_path / "other.pem"))
     with pytest.raises(UserError, match="another model"):
         link_to(served, sharp_model(1), key)
+    monkeypatch.setattr("refusion_jax.split.service._HANDSHAKE", 0.1)
+    monkeypatch.setattr(served[0], "_places", threading.Semaphore(0))
+    with pytest.raises(UserError, match="it serves 64 devices already"):
+        link_to(served, model, key)
 
 
 @pytest.mark.parametrize(
@@ -352,10 +356,11 @@ def test_why_a_server_is_not_reached_is_told(served, model, key, monkeypatch, ki
         link_to(served, model, key)
 
 
-def test_a_model_whose_last_layer_alone_was_trained_is_another(model, monkeypatch):
-    monkeypatch.setattr("refusion_jax.split.parts._HASHED", 8)  # less than a layer has, as in models of any use
+@pytest.mark.parametrize("layer", [1, 2])
+def test_a_model_of_which_one_layer_alone_was_trained_is_another(layer):
+    model = tiny_model(num_hidden_layers=3, hidden_size=8192, family="smollm3")  # as wide as models of any use
     other = nnx.clone(model)
-    nnx.update(other.layers, jax.tree.map(lambda w: w.at[-1].add(1), nnx.state(other.layers)))
+    nnx.update(other.layers, jax.tree.map(lambda w: w.at[layer].add(1), nnx.state(other.layers)))
     assert stamp_of(other) != stamp_of(model)
 
 

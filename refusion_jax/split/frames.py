@@ -19,7 +19,7 @@ import msgpack
 
 from refusion_jax.cli.errors import UserError
 
-VERSION = 3
+VERSION = 4
 LARGEST = 1 << 28  # bytes of a message
 _PART = 1 << 16  # bytes that are sent at once
 _HEADER = struct.Struct("!II")  # bytes of the message, their CRC-32

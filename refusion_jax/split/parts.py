@@ -14,7 +14,7 @@ from refusion_jax.model.shape import ModelConfig
 from refusion_jax.model.transformer import Transformer, rounded_weight
 
 _STACKS = ("dense_layers", "layers")  # of the weights of a model, in order
-_HASHED = 4096  # values of each weight
+_HASHED = 2**20  # values at each end of a weight
 
 
 def part_of(model: Transformer, first: int, end: int) -> Transformer:
@@ -71,7 +71,8 @@ def abstract_part(config: ModelConfig, first: int, end: int, dtype: str) -> Tran
 def fingerprint(read: Reader, config: ModelConfig, dtype: str) -> bytes:
     """16 bytes that differ between models: from their shape, dtype, and the first and the last values of every weight.
 
-    Both ends, because training is often of the last layers alone.
+    Both ends, because training is often of the last layers alone. Norms and biases are read whole, so that a layer
+    between is seen to be trained unless these were kept; all matrices would take as long to read as the model.
     """
     content = hashlib.blake2b(f"{config} {dtype}".encode(), digest_size=16)
     whole = nnx.to_pure_dict(nnx.state(nnx.eval_shape(lambda: Transformer(config, nnx.Rngs(0), dtype))))

@@ -53,11 +53,7 @@ class LayerService:
             plain.settimeout(_HANDSHAKE)
             plain.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             with tls.wrap_socket(plain, server_side=True) as connection:
-                if self._places.acquire(blocking=False):
-                    try:
-                        self.talk(connection)
-                    finally:
-                        self._places.release()
+                self.talk(connection)
 
     def talk(self, connection: socket.socket) -> None:
         """One connection, to its end; whatever goes wrong ends this one alone."""
@@ -75,16 +71,20 @@ class LayerService:
         if not isinstance(hello, frames.Hello) or len(hello.session) != 16:
             raise frames.FrameError("a device must introduce itself first")
         self._check(hello)
+        if not self._places.acquire(timeout=_HANDSHAKE):  # a lost connection, whose device comes again, may leave one
+            raise UserError(f"it serves {_MOST_CONNECTIONS} devices already")
         connection.settimeout(_KEEP)  # a device that has lost its power would keep its place for ever
-        if not hello.layers:
-            self._be_measured(connection)
-            return
-        session = self._find(hello, connection)
+        session = None
         try:
-            self._serve_session(session, hello, connection)
+            if hello.layers:
+                session = self._find(hello, connection)
+                self._serve_session(session, hello, connection)
+            else:
+                self._be_measured(connection)
         finally:
+            self._places.release()
             with self._lock:
-                if session.connection is connection:
+                if session and session.connection is connection:
                     session.connection, session.left_at = None, time.monotonic()
 
     def _serve_session(self, session: DeviceSession, hello: frames.Hello, connection: socket.socket) -> None:
