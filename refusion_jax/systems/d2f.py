@@ -15,16 +15,16 @@ of two:
                                     1 1 1 1 1 1
                                     1 1 1 1 1 1
 
-Decoding: a new block of masks is opened once a tenth of the last one is committed. In each open block every forward
-commits the tokens with p > `threshold`, and at least the most probable one if 95 % of the block before it is committed.
-Leading blocks without masks go to the cache, which is exact, as nothing that they attend to changes any more.
+Decoding: a forward opens one more block of masks if a tenth of the last one is committed, but none after an EOS is. In
+each open block it commits the tokens with p > `threshold`; where there is none, the most probable one if 95 % of the
+block before it was committed already. Leading blocks that were fed without masks go to the cache, which is exact, as
+nothing that they attend to changes any more.
 
 From the paper and the authors' code: mask, noise, 1 / p, pipeline, blocks of 16. Left out: the paper distils a
 bidirectional teacher into this model; here the labels are the tokens themselves, and training starts from scratch or
 from `init_from`. Our choices: noise up to 1 (`most`; 0.7 in the paper), since a newly opened block is all masks, which
 a model without a teacher has to learn; increments are scaled by each document's own number of blocks, not by the
-largest of the batch; at most four blocks are fed, so that shapes are static; mask and padding are never
-chosen.
+largest of the batch; at most four blocks are fed, so that shapes are static; mask and padding are never chosen.
 
 Axes: B rows, T row length, C text length, N tokens to decode, K block length, W blocks in flight, F = W K tokens fed,
 P given tokens.

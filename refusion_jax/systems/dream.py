@@ -18,9 +18,10 @@ probable tokens, or the probability of the chosen one (MaskGIT).
 
 From the paper and the authors' code: shift, CART, normalization, times, the three rules. Our choices: the first token
 of a document is never masked, as there is no token before it; steps that would commit nothing are skipped, as the next
-forward would see the same text; a row ends once all places up to an EOS are committed; confidences are those of the
-model without temperature, top_k and top_p; mask and padding are never chosen; repeats of an EOS are masked one by one,
-where the authors' code masks them together (see batch/masking.py: 83 instead of 46 % of the quickstart's answers).
+forward would see the same text (with as many `steps` as tokens that is the first, and the last commits two; with
+steps=0 each commits one); a row ends once all places up to an EOS are committed; confidences are those of the model
+without temperature, top_k and top_p; mask and padding are never chosen; repeats of an EOS are masked one by one, where
+the authors' code masks them together (see batch/masking.py: 83 instead of 46 % of the quickstart's answers).
 
 Axes: B rows, T row length, N tokens to decode, S steps, V vocabulary.
 """

@@ -4,9 +4,10 @@
 (github.com/inclusionAI/dFactory, 92b6890): all of this, with as many steps as a block has tokens. At temperature 0
 theirs still draws tokens; ours takes the most probable ones.
 
-`llada2_edit` is that of LLaDA2.1 (arXiv 2602.08676), whose directories look the same. The forwards over a block also
-replace tokens that are written there already, where another one is more probable than `editing_threshold`. A block that
-has no masks left is edited until a forward pass changes nothing, in at most `max_post_steps`; then it is committed.
+`llada2_edit` is that of LLaDA2.1 (arXiv 2602.08676), whose directories look the same. Each forward over a block reveals
+the masks with p > `threshold`, at least the most probable one, and replaces the answer's tokens in it where another one
+has p > `editing_threshold`. A block that has no masks left is edited until a forward changes nothing, in at most
+`max_post_steps`; that forward, or one more, commits it. An EOS ends the answer then, and can be edited away before.
 
 From the authors' `generate`, in the directory of LLaDA2.1-mini: all of this. The defaults are their "quality mode";
 "speed mode" is threshold=0.5 and editing_threshold=0. Here no block sees later ones, as in training and in their
