@@ -29,9 +29,8 @@ from jax.sharding import Mesh
 from refusion_jax.checkpoints.directory import is_complete, saved_steps
 from refusion_jax.checkpoints.load import check_fits, find_own_tokenizer, read_model_config
 from refusion_jax.checkpoints.lock import check_free, locked
-from refusion_jax.cli import command
+from refusion_jax.cli import command, flag_values
 from refusion_jax.cli.errors import UserError, naming, needs
-from refusion_jax.cli.flag_values import check_output
 from refusion_jax.config import CHANGEABLE, check, check_mesh, check_stores, help_texts, make_objective
 from refusion_jax.config.keys import keys
 from refusion_jax.config.model import adopt_shape, adopt_steps, model_config
@@ -82,7 +81,7 @@ def train(
     check(config)
     check_stores(config)
     check_trackers(config, workdir)
-    check_output("workdir", workdir, directory=True)
+    flag_values.check_output("workdir", workdir, directory=True)
     adopt_shape(config, workdir)
     changed = check_same_run(workdir, config, allowed)
     check_free(workdir)

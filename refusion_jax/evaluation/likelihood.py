@@ -102,27 +102,19 @@ def likelihoods(
     texts = _checked(model, method, prompts, continuations, slot_size, order, draws, seed)
     keys = range(len(texts)) if keys is None else keys
     draws = _draws(system, order, draws)
-    items = []
-    for number, (prompt, continuation) in enumerate(texts):
-        for draw in range(draws if len(continuation) else 0):
-            drawn = (seed, keys[number], draw)
-            text = ScoredText(
-                prompt, continuation, slot_size, order, model.config.mask_token_id, drawn, f"text {number}"
-            )
-            items.append(system.scoring.forward(text))
-    nats, greedy = np.zeros(len(items)), np.ones(len(items), bool)
-    for at, (log_p, is_best, *_) in _run(model, items):
-        weights = items[at].weights
-        nats[at] = np.sum(np.where(weights > 0, log_p, 0.0) * weights, dtype=np.float64)
-        greedy[at] = is_best[weights > 0].all()
-    found, at = [], 0
-    for _, continuation in texts:
-        own = slice(at, at + (draws if len(continuation) else 0))
-        mean = float(np.mean(nats[own])) if len(continuation) else 0.0
-        error = float(np.std(nats[own], ddof=1)) / draws**0.5 if len(nats[own]) > 1 else 0.0
-        found.append(Likelihood(mean, error, bool(greedy[own].all()), system.scoring.is_bound))
-        at = own.stop
-    return found
+    items = {}  # by text and draw; an empty text has none
+    for number, text in enumerate(texts):
+        for draw in range(draws if len(text[1]) else 0):
+            how = slot_size, order, model.config.mask_token_id, (seed, keys[number], draw), f"text {number}"
+            items[number, draw] = system.scoring.forward(ScoredText(*text, *how))
+    nats, greedy, places = np.zeros((len(texts), draws)), np.ones((len(texts), draws), bool), [*items]
+    for at, (log_p, is_best, *_) in _run(model, [*items.values()]):
+        weights = items[places[at]].weights
+        nats[places[at]] = np.sum(np.where(weights > 0, log_p, 0.0) * weights, dtype=np.float64)
+        greedy[places[at]] = is_best[weights > 0].all()
+    errors = np.std(nats, axis=1, ddof=1) / draws**0.5 if draws > 1 else np.zeros(len(texts))
+    found = zip(nats.mean(axis=1).tolist(), errors.tolist(), greedy.all(axis=1).tolist(), strict=True)
+    return [Likelihood(*each, system.scoring.is_bound) for each in found]
 
 
 def held_out_bits(
@@ -215,9 +207,7 @@ def longest_scored(model: Transformer, method: str = "") -> int:
     return model.config.max_position_embeddings + bool(scoring and scoring.needs_prompt)
 
 
-def _checked(
-    model, method, prompts, continuations, slot_size, order="left_to_right", draws=0, seed=0
-) -> list[tuple[np.ndarray, np.ndarray]]:
+def _checked(model, method, prompts, continuations, slot_size, order="left_to_right", draws=0, seed=0) -> list[tuple]:
     check_made("model", model, Transformer, "load_model")
     if isinstance(order, str) and order not in ("left_to_right", "random"):
         raise UserError(f"order={order}: must be left_to_right, random, or a list of slots")

@@ -82,14 +82,13 @@ class DeviceSession:
         """Writes the keys and values of the fed tokens; what the output head reads of them is the result."""
         if not self.rows:
             raise frames.FrameError("a forward pass without a batch")
-        is_filling = self.new is not None
-        cache = self.new if is_filling else self.batch
+        cache = self.batch if self.new is None else self.new
         packing, arrays, is_fed = self._read(message, _rows_of(cache))
         x, cache = self.batches.run(ForwardJob(self.upper, packing, cache, arrays))
-        if is_filling:
-            self.new = cache
-        else:
+        if self.new is None:
             self.batch = cache
+        else:
+            self.new = cache
         if message.wanted:
             self.result = frames.Result(message.number, self.codec.encode(x[is_fed]))
 
