@@ -82,10 +82,12 @@ def test_adaptation_starts_from_the_weights_resumes_without_them_and_exports(sou
 
 
 @pytest.mark.thorough
-def test_adapters_are_trained_alone_saved_alone_and_merged_on_export(source, tmp_path):
+def test_adapters_are_trained_alone_saved_alone_and_merged_on_export(source, tmp_path, monkeypatch):
     flags = {"lora.rank": 4, "lora.full": ".*norm|none", "learning_rate": 0.01, "steps": 4, "dtype": "bfloat16"}
     flags["schedule"] = "constant"
-    out, _ = run(*recipe(source, tmp_path / "run", **flags))
+    relative = os.path.relpath(source)
+    out, _ = run(*recipe(source, tmp_path / "run", init_from=relative, **flags))
+    monkeypatch.chdir(tmp_path)  # from where it names nothing
     assert re.search(r"parameters, [0-9,]+ of them trained, on", out)
     saved = load_items(tmp_path / "run" / "checkpoints" / "4")
     assert {name for name in saved["layers"] if "norm" not in name} == {f"{w}_{x}" for w in INPUTS for x in "ab"}
@@ -101,6 +103,8 @@ def test_adapters_are_trained_alone_saved_alone_and_merged_on_export(source, tmp
     # A run that is interrupted goes on as one that is not: with the source's weights and its own adapters.
     shutil.copytree(tmp_path / "run", tmp_path / "parts")
     shutil.rmtree(tmp_path / "parts" / "checkpoints" / "4")
+    config = tmp_path / "parts" / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"init_from": relative}))  # as it was written once
     out, _ = run(*recipe(source, tmp_path / "parts", **flags))
     assert "step 3 of 4" in out
     jax.tree.map(np.testing.assert_array_equal, load_items(tmp_path / "parts" / "checkpoints" / "4"), saved)

@@ -1,6 +1,7 @@
 """The config in a run's directory: written when the run starts, compared when it is started again."""
 
 import json
+import os
 from collections.abc import Collection, Sequence
 
 import jax
@@ -9,6 +10,7 @@ from etils import epath
 
 from refusion_jax.checkpoints.run_directory import write_model_config
 from refusion_jax.cli.errors import UserError, first_line
+from refusion_jax.cli.paths import is_remote
 from refusion_jax.config import CHANGEABLE, RESUMABLE, default_config, flatten
 from refusion_jax.data.interface import Tokenizer
 from refusion_jax.data.manifest import is_prepared
@@ -33,7 +35,7 @@ def check_same_run(
         raise UserError(f"--workdir={workdir}: holds prepared data; name another directory")
     if not (workdir / "config.json").exists():
         return []
-    there, here = (flatten(json.loads(c.to_json())) for c in (read_config(workdir), config))
+    there, here = (flatten(json.loads(_as_written(c))) for c in (read_config(workdir), config))
     own = find_system(config.objective).section
     for key in sorted(there.keys() - here.keys()):
         section, _, name = key.rpartition(".")
@@ -60,7 +62,15 @@ def claim(workdir: epath.Path, config: ml_collections.ConfigDict, model: ModelCo
         for name, content in tokenizer.files.items():
             write_file(workdir / name, content)
         write_model_config(workdir, model)
-        write_file(workdir / "config.json", config.to_json(indent=2) + "\n")
+        write_file(workdir / "config.json", _as_written(config) + "\n")
+
+
+def _as_written(config: ml_collections.ConfigDict) -> str:
+    """As JSON, with `init_from` from the root: adapters are loaded with the model there, from any directory."""
+    config = config.copy_and_resolve_references()
+    if config.init_from and not is_remote(config.init_from):
+        config.init_from = os.path.abspath(config.init_from)
+    return config.to_json(indent=2)
 
 
 def read_config(workdir: epath.Path) -> ml_collections.ConfigDict:
