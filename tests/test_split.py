@@ -348,7 +348,8 @@ def test_why_a_server_is_not_reached_is_told(served, model, key, monkeypatch, ki
     error = kind(1, said.partition(": ")[2])
     error.verify_message = said.partition(": ")[2]
 
-    def fail(*_, **__):
+    def fail(_, plain, **__):
+        plain.close()  # as the real one does
         raise error
 
     monkeypatch.setattr(ssl.SSLContext, "wrap_socket", fail)
