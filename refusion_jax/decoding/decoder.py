@@ -173,12 +173,13 @@ class Decoder(abc.ABC):
     def next_state(self, model: Transformer, state: RowState) -> RowState:
         """The state of `step`; UserError where that is no state like the one before."""
         after, name = self.step(model, state), f"{type(self).__name__}.step"
-        if jax.tree.structure(after) != jax.tree.structure(state):
+        old, new = map(jax.tree.leaves_with_path, (state, after))
+        if [path for path, _ in new] != [path for path, _ in old]:
             raise UserError(f"{name}: returns {type(after).__name__}, not a state as it was given")
-        for (path, old), new in zip(jax.tree.leaves_with_path(state), jax.tree.leaves(after), strict=True):
-            if (new.dtype, new.shape) != (old.dtype, old.shape):
+        for (path, was), (_, is_now) in zip(old, new, strict=True):
+            if (is_now.dtype, is_now.shape) != (was.dtype, was.shape):
                 field = f"state{jax.tree_util.keystr(path)}"
-                raise UserError(f"{name}: {field} was {jax.typeof(old)}, and is {jax.typeof(new)}")
+                raise UserError(f"{name}: {field} was {jax.typeof(was)}, and is {jax.typeof(is_now)}")
         return after
 
     def scored(self, model: Transformer, rows: int) -> int:
