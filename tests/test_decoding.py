@@ -35,7 +35,7 @@ def phases_of(model, requests: list[Request], decoder: SlotDecoder) -> list[tupl
     names = {PLAN: "plan", VERIFY: "verify", PROPOSE: "propose", CHECK: "check"}
     of_row = [[names[phases[row]] for phases in seen if phases[row] >= 0] for row in range(len(requests))]
     return [
-        (of_row[row], read_answer(request, *jax.tree.map(lambda x, row=row: x[row], record), decoder.ids.eos_id))
+        (of_row[row], read_answer(request, *jax.tree.map(lambda x, row=row: x[row], record), decoder.ids))
         for row, request in enumerate(requests)
     ]
 

@@ -150,7 +150,7 @@ def test_a_command_works_as_written(command, user):
         small += "".join(f" --decode.{setting}" for setting in SMALLER_BENCH)
         small += " --prompts_per_row=1 --repeats=1 --batch_sizes=2"
     if ".inspect_data --config" in command:
-        small += " --config.data.examples=500"
+        small += " --config.data.examples=500 --config.batch_size=8"  # as the run was trained
     if ".quickstart " in command:
         small += " --problems=3"
     if "pytest" in command:
