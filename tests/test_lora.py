@@ -11,7 +11,7 @@ from etils import epath
 from flax import nnx
 
 from refusion_jax import UserError
-from refusion_jax.checkpoints.run_directory import read_adapters
+from refusion_jax.checkpoints.run_directory import read_adapters, read_objective
 from refusion_jax.distributed import sharding
 from refusion_jax.model.lora import INPUTS, Lora, add_adapters
 from refusion_jax.training.program import train_program
@@ -66,9 +66,13 @@ def test_only_what_is_trained_has_optimizer_state_and_float32_and_all_of_it_is_s
 @pytest.mark.parametrize(("key", "value"), [("rank", -4), ("alpha", float("nan")), ("targets", "("), ("full", [])])
 def test_adapters_of_a_doctored_run_are_one_line(key, value, tmp_path):
     section = {"rank": 4, "alpha": 8.0, "targets": ".*_proj", "full": ""}
-    config = {"lora": section, "init_from": "there", "steps": 3}
+    config = {"lora": section, "init_from": "there", "steps": 3, "objective": "ar"}
     (tmp_path / "config.json").write_text(json.dumps(config))
     assert read_adapters(epath.Path(tmp_path)) == (Lora(**section), epath.Path("there"))
+    assert read_objective(epath.Path(tmp_path)) == "ar"
     (tmp_path / "config.json").write_text(json.dumps(config | {"lora": section | {key: value}}))
     with pytest.raises(UserError, match=f"config.json cannot be read: lora.{key}: "):
         read_adapters(epath.Path(tmp_path))
+    (tmp_path / "config.json").write_text(json.dumps(config | {"objective": [value]}))
+    with pytest.raises(UserError, match="config.json cannot be read: objective: "):
+        read_objective(epath.Path(tmp_path))

@@ -31,8 +31,9 @@ class _Adapters(pydantic.BaseModel):
 
 
 class _Config(pydantic.BaseModel):
-    """The keys of a run's config that concern adapters."""
+    """The keys of a run's config that loading its model needs."""
 
+    objective: str | None = None
     lora: _Adapters | None = None
     init_from: str = ""
 
@@ -64,6 +65,5 @@ def read_adapters(workdir: epath.Path) -> tuple[Lora, epath.Path] | None:
 def read_objective(workdir: epath.Path) -> str | None:
     """The system that trained the model of a run, or one that was converted, where that is known."""
     if (path := workdir / "config.json").exists():
-        return read_json(path).get("objective", default_system().name)
-    given = read_json(workdir / "model.json").get("objective")
-    return given if isinstance(given, str) else None
+        return read_json(path, _Config, extra="ignore").objective or default_system().name
+    return read_json(workdir / "model.json", _Config, extra="ignore").objective
