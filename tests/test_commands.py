@@ -155,6 +155,10 @@ BAD = {
     ),
     "nothing to prepare": (["prepare", "--output={dir}/new"], "--input, --output and --tokenizer are needed"),
     "input that is not there": ([*PREPARE, "--input={dir}/none*"], "none*: no such file"),
+    "URLs that cannot be read": (
+        [*PREPARE, "--input={dir}/good.jsonl", "--blocked_urls=/proc/self/mem"],
+        "/proc/self/mem cannot be read: Input/output error",
+    ),
     "input that is malformed": ([*PREPARE, "--input={dir}/malformed.jsonl"], "malformed.jsonl:3: not JSON"),
     "input that is blank": (
         [*PREPARE, "--input={dir}/blank.jsonl", "--workers=1"],

@@ -58,9 +58,12 @@ class Manifest:
 
 
 def file_checksum(path: epath.PathLike) -> str:
-    """The checksum of a file of rows, as a `Shard` has it."""
-    with epath.Path(path).open("rb") as file:
-        return hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16)).hexdigest()
+    """The checksum of a file of rows, as a `Shard` has it; UserError names it where it cannot be read."""
+    try:
+        with epath.Path(path).open("rb") as file:
+            return hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16)).hexdigest()
+    except OSError as error:
+        raise UserError(f"{path} cannot be read: {error.strerror or error}") from error
 
 
 def is_prepared(path: str) -> bool:
