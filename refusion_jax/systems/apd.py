@@ -106,7 +106,7 @@ class DraftAndAgree(Decoder):
         """One forward of the model over the text and the masks ahead, and one of the verifier over the drafts."""
         given, done, K = s.first, s.record.count, self.lookahead
         w = masked.window(s, self.ids, K, done, jnp.minimum(s.places.count - done, K))
-        ahead = s.replace(length=given + done + w.size)
+        ahead = s.replace(length=given + done + jnp.sum(w.is_in, axis=1))
         logits = masked.denoise(model, ahead, w.position, self.shifted)
         drafter = s.propose(logits, w.position, w.masked, self.ids)
         drafts = drafter.token

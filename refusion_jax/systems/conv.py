@@ -46,21 +46,15 @@ class ConvSettings(masked.MaskedSettings):
         return [{"steps": max(1, new_tokens // n), "conv_window": max(1, new_tokens // parts)} for n, parts in points]
 
 
-class NearKnown(masked.EvenSteps):
-    """Prefers masks near known tokens: the probability of the token times tanh(r)."""
-
-    def confidence(
-        self, s: masked.MaskedText, w: masked.Window, proposal: masked.Proposal, mask_id: int
-    ) -> Float32[Array, "B N"]:
-        known = known_nearby(s.text != mask_id, w.position, s.settings.conv_window // 2)
-        return proposal.probability * jnp.tanh(known.astype(jnp.float32))
-
-
-class Convolve(masked.MaskedDecoder):
+class Convolve(masked.OnSchedule):
     """The decoder with its compiled sizes."""
 
     settings: ClassVar[type[ConvSettings]] = ConvSettings
-    rule: ClassVar[masked.SelectionRule] = NearKnown()
+
+    def surety(self, s: masked.MaskedText, w: masked.Window, proposal: masked.Proposal) -> Float32[Array, "B N"]:
+        """The probability of the token times tanh(r)."""
+        known = known_nearby(s.text != self.ids.mask_id, w.position, s.settings.conv_window // 2)
+        return proposal.probability * jnp.tanh(known.astype(jnp.float32))
 
 
 def known_nearby(
@@ -77,15 +71,12 @@ def known_nearby(
 def reference(model: Transformer, request: Request) -> dict:
     """The decoder in plain Python: one request, greedy."""
     plain, s = ReferenceDecoder(model, request, keeps_cache=False), request.settings
-    n = len(plain.places)
-    steps = min(s.steps or n, n)
 
     def confidence(p, place):
         near = sum(abs(place - at) <= s.conv_window // 2 for at in plain.text)
         return float(p[plain.best(p, place)]) * math.tanh(near)
 
-    counts = [n // steps + (step < n % steps) for step in range(steps)]
-    masked.fill(plain, counts, confidence, plain.places, shift=model.config.shifted)
+    masked.fill(plain, Convolve.counts(request), confidence, plain.places, shift=model.config.shifted)
     return plain.result()
 
 

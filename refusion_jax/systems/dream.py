@@ -40,7 +40,7 @@ from refusion_jax.batch.rows import Rows, decayed_sum, next_in_row, text_positio
 from refusion_jax.batch.visibility import Visibility
 from refusion_jax.cli.settings import declared, setting
 from refusion_jax.decoding.reference import ReferenceDecoder
-from refusion_jax.decoding.requests import Layout, Request
+from refusion_jax.decoding.requests import Request, most_new_tokens
 from refusion_jax.model.families import Release
 from refusion_jax.model.transformer import Transformer
 from refusion_jax.systems import llada, masked
@@ -113,20 +113,21 @@ class DreamSettings(masked.MaskedSettings):
         return [{"steps": max(1, new_tokens // tokens)} for tokens in (1, 2, 4, 8)]
 
 
-@dataclasses.dataclass(frozen=True)
-class Scheduled:
-    """Commits the surest masks, as many as each row's schedule says."""
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DenoiseOnSchedule(masked.OnSchedule):
+    """The decoder with its compiled sizes."""
+
+    settings: ClassVar[type[DreamSettings]] = DreamSettings
+    always_shifted: ClassVar[bool] = True
 
     confidence: str
 
-    def __call__(
-        self, s: masked.MaskedText, w: masked.Window, proposal: masked.Proposal, mask_id: int
-    ) -> Bool[Array, "B N"]:
-        counts = s.settings.counts  # [B, N], of each forward
-        at = jnp.minimum(s.forwards, counts.shape[1] - 1)[:, None]
-        return masked.ranks(self._confidence(proposal), w) < jnp.take_along_axis(counts, at, axis=1)
+    @classmethod
+    def counts(cls, request: Request) -> Sequence[int]:
+        masks, steps = most_new_tokens([request]), request.settings.steps
+        return schedule(masks, steps) if steps else (1,) * masks
 
-    def _confidence(self, proposal: masked.Proposal) -> Float32[Array, "B N"]:
+    def surety(self, s: masked.MaskedText, w: masked.Window, proposal: masked.Proposal) -> Float32[Array, "B N"]:
         if self.confidence == "maskgit":
             return proposal.probability
         real = proposal.real
@@ -135,34 +136,6 @@ class Scheduled:
             return jnp.sum(jnp.where(real > -jnp.inf, jnp.exp(log_p) * log_p, 0.0), axis=-1)
         best = jnp.exp(jax.lax.top_k(jnp.where(proposal.choosable > -jnp.inf, log_p, -jnp.inf), 2)[0])
         return best[:, :, 0] - best[:, :, 1]
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class DenoiseOnSchedule(masked.MaskedDecoder):
-    """The decoder with its compiled sizes."""
-
-    settings: ClassVar[type[DreamSettings]] = DreamSettings
-    always_shifted: ClassVar[bool] = True
-
-    confidence: str
-
-    @property
-    def rule(self) -> masked.SelectionRule:
-        return Scheduled(self.confidence)
-
-    def lay_out(self, requests: Sequence[Request]) -> Layout:
-        """The layout, with `counts` [R, N] among the settings: the schedule of each request."""
-        layout, counts = super().lay_out(requests), np.zeros((len(requests), self.new_tokens), np.int32)
-        for row, request in enumerate(requests):
-            own = _counts(request)
-            counts[row, : len(own)] = own
-        return layout.replace(settings=layout.settings.replace(counts=counts))
-
-
-def _counts(request: Request) -> tuple[int, ...]:
-    masks = sum(length for _, length in request.gaps)
-    steps = request.settings.steps
-    return schedule(masks, steps) if steps else (1,) * masks
 
 
 def reference(model: Transformer, request: Request) -> dict:
@@ -175,7 +148,7 @@ def reference(model: Transformer, request: Request) -> dict:
         second, best = np.sort(plain.choosable(p, place))[-2:]
         return best - second if request.settings.confidence == "margin" else best
 
-    masked.fill(plain, _counts(request), surety, plain.places, shift=1)
+    masked.fill(plain, DenoiseOnSchedule.counts(request), surety, plain.places, shift=1)
     return plain.result()
 
 

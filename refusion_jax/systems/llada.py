@@ -103,15 +103,15 @@ class DiffusionSettings(masked.MaskedSettings):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Denoise(masked.MaskedDecoder):
+class Denoise(masked.OnSchedule):
     """The decoder with its compiled sizes."""
 
     settings: ClassVar[type[DiffusionSettings]] = DiffusionSettings
 
     merge: int
 
-    def fed(self, s: masked.MaskedText, after_block: Int32[Array, "B"]) -> Bool[Array, "B C"] | None:
-        return fed_places(s, after_block, self.merge) if self.merge > 1 else None
+    def fed(self, s: masked.MaskedText) -> Bool[Array, "B C"] | None:
+        return fed_places(s, (s.block + 1) * masked.block_length(s), self.merge) if self.merge > 1 else None
 
 
 def fed_places(s: masked.MaskedText, after: Int32[Array, "B"], merge: int) -> Bool[Array, "B C"]:
@@ -140,8 +140,7 @@ def reference(model: Transformer, request: Request) -> dict:
         groups = [after[i : i + s.merge] for i in range(0, len(after), s.merge)]
         left_out = set(after) - {group[(len(group) - 1) // 2] for group in groups}
         fed = [place for place in range(request.length) if place not in left_out]
-        steps = min(s.steps // -(-n // length) or len(block), len(block))
-        counts = [len(block) // steps + (step < len(block) % steps) for step in range(steps)]
+        counts = masked.evenly(len(block), s.steps // -(-n // length) or len(block))
         masked.fill(plain, counts, lambda p, place: p[plain.best(p, place)], block, fed=fed)
         if plain.has_ended:
             break

@@ -1,18 +1,19 @@
 """The base of masked decoders, which fill the masks of a text in any order by bidirectional forwards over all of it.
 
 Every forward takes a window of the text, its current block, proposes a token for each mask in it, and commits those
-that a *selection rule* chooses. Decoders differ in this rule: an even number per step (llada.py), near known tokens
-(conv.py), by a schedule (dream.py), by a threshold (fast_dllm.py, which also keeps keys and values).
+that a *selection rule* chooses. Decoders differ in this rule: the surest, as many as a schedule says (llada.py), near
+known tokens (conv.py), by another schedule (dream.py), by a threshold (fast_dllm.py, which also keeps keys and values).
 
 A few widths of the text are compiled, and every forward takes the least that holds its longest active row.
 
 Axes: B rows, C text length, N places to decode, K places of a window, D hidden size, V vocabulary.
 """
 
+import abc
 import dataclasses
 import functools
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, ClassVar, Self, TypeAlias
+from typing import Any, ClassVar, Self
 
 import jax
 import jax.numpy as jnp
@@ -41,12 +42,11 @@ class MaskedText(RowState):
     text: Int32[Array, "B C"]  # the mask token wherever nothing is committed
     length: Int32[Array, "B"]  # of the text
     block: Int32[Array, "B"]  # that is decoded, for decoders with blocks
-    block_step: Int32[Array, "B"]  # forwards taken in this block
 
     @classmethod
     def start_text(cls, layout: Layout, keys: Key[Array, "B"], at_once: int, mask_id: int, **own: Any) -> Self:
-        zeros = jnp.zeros_like(layout.given.length)
-        return super().start_text(layout, keys, at_once, mask_id, block=zeros, block_step=zeros, **own)
+        block = jnp.zeros_like(layout.given.length)
+        return super().start_text(layout, keys, at_once, mask_id, block=block, **own)
 
     @property
     def first(self) -> Int32[Array, "B"]:
@@ -61,32 +61,6 @@ class Window:
     position: Int32[Array, "B K"]  # in the text
     is_in: Bool[Array, "B K"]  # the other entries are padding
     masked: Bool[Array, "B K"]  # in the window and not yet committed
-
-    @property
-    def size(self) -> Int32[Array, "B"]:
-        return jnp.sum(self.is_in, axis=1)
-
-
-# Which places of a window a forward pass commits, given the mask token last; those that are not masked are ignored.
-SelectionRule: TypeAlias = Callable[[MaskedText, Window, Proposal, int], Bool[Array, "B K"]]
-
-
-@dataclasses.dataclass(frozen=True)
-class EvenSteps:
-    """A block of n masks takes a number of steps, each of which commits the n / steps most confident ones.
-
-    The settings of the rows have `steps`, for the whole answer; 0: one per mask.
-    """
-
-    def confidence(self, s: MaskedText, w: Window, proposal: Proposal, mask_id: int) -> Float32[Array, "B K"]:
-        """The higher, the earlier a place is committed."""
-        return proposal.probability
-
-    def __call__(self, s: MaskedText, w: Window, proposal: Proposal, mask_id: int) -> Bool[Array, "B K"]:
-        steps, blocks = s.settings.steps, jnp.maximum(-(-s.places.count // block_length(s)), 1)
-        steps = jnp.clip(jnp.where(steps > 0, steps // blocks, w.size), 1, jnp.maximum(w.size, 1))
-        share = w.size // steps + (s.block_step < w.size % steps)  # the first steps commit one more
-        return ranks(self.confidence(s, w, proposal, mask_id), w) < share[:, None]
 
 
 class MaskedSettings(shared.Settings):
@@ -104,7 +78,6 @@ class MaskedDecoder(Decoder):
     """A masked decoder with its compiled sizes; C, the width, holds the longest text."""
 
     settings: ClassVar[type[MaskedSettings]]
-    rule: ClassVar[SelectionRule] = EvenSteps()
     always_shifted: ClassVar[bool] = False  # whether also a model that does not say so is `shifted`
 
     block_length: int  # K, at most, in a block
@@ -127,35 +100,73 @@ class MaskedDecoder(Decoder):
 
     def step(self, model: Transformer, s: MaskedText) -> MaskedText:
         """One forward over the whole text, which commits masks of each row's block."""
-        w, after_block = self.window(s)
-        logits = denoise(model, s, w.position, self.shifted, self.fed(s, after_block))
+        w = self.window(s)
+        logits = denoise(model, s, w.position, self.shifted, self.fed(s))
         proposal = s.propose(logits, w.position, w.masked, self.ids)
-        return self.commit(s, w, proposal, s.active)
+        return self.commit(s, w, proposal.token, self.chosen(s, w, proposal), s.active)
 
-    def fed(self, s: MaskedText, after_block: Int32[Array, "B"]) -> Bool[Array, "B C"] | None:
-        """Which places of the text are fed, given the number of the first one after the block; None: all."""
+    @abc.abstractmethod
+    def chosen(self, s: MaskedText, w: Window, proposal: Proposal) -> Bool[Array, "B K"]:
+        """The selection rule: which places of the window are committed; those that are not masked are ignored."""
 
-    def window(self, s: MaskedText) -> tuple[Window, Int32[Array, "B"]]:
-        """(the places of each row's block, the number of the first place after it)."""
+    def fed(self, s: MaskedText) -> Bool[Array, "B C"] | None:
+        """Which places of the text are fed; None: all."""
+
+    def window(self, s: MaskedText) -> Window:
+        """The places of each row's block."""
         length = block_length(s)
-        return window(s, self.ids, self.block_length, s.block * length, length), (s.block + 1) * length
+        return window(s, self.ids, self.block_length, s.block * length, length)
 
     def commit(
         self,
         s: MaskedText,
         w: Window,
-        proposal: Proposal,
+        tokens: Int32[Array, "B K"],
+        chosen: Bool[Array, "B K"],
         took_part: Bool[Array, "B"],
-        also: Bool[Array, "#B #K"] | None = None,
     ) -> MaskedText:
-        """Commits the masks of the block that the rule chooses, and those in `also`; a finished block is left."""
-        chosen = self.rule(s, w, proposal, self.ids.mask_id)
-        chosen = chosen if also is None else chosen | also
-        is_over = ~jnp.any(w.masked & ~chosen, axis=1)
-        return commit(s, w, proposal.token, chosen, self.ids, took_part).replace(
-            block=s.block + (took_part & is_over),
-            block_step=jnp.where(took_part, jnp.where(is_over, 0, s.block_step + 1), s.block_step),
-        )
+        """Commits the masks of the block that are chosen; a finished block is left."""
+        is_over = took_part & ~jnp.any(w.masked & ~chosen, axis=1)
+        return commit(s, w, tokens, chosen, self.ids, took_part).replace(block=s.block + is_over)
+
+
+class OnSchedule(MaskedDecoder):
+    """A masked decoder each of whose forwards commits the surest masks of the block, as many as a schedule says."""
+
+    @classmethod
+    def counts(cls, request: Request) -> Sequence[int]:
+        """The commits of each forward; here the blocks share `steps` forwards evenly, and a block's share its masks.
+
+        With steps=0 each forward commits one mask.
+        """
+        n, s = most_new_tokens([request]), request.settings
+        length = s.block_length or n
+        blocks = [min(length, n - first) for first in range(0, n, length)]
+        steps = max(s.steps // len(blocks), 1) if s.steps else length
+        return [count for size in blocks for count in evenly(size, steps)]
+
+    def lay_out(self, requests: Sequence[Request]) -> Layout:
+        """The layout, with `counts` [R, N] among the settings."""
+        layout, counts = super().lay_out(requests), np.zeros((len(requests), self.new_tokens), np.int32)
+        for row, request in enumerate(requests):
+            own = self.counts(request)
+            counts[row, : len(own)] = own
+        return layout.replace(settings=layout.settings.replace(counts=counts))
+
+    def surety(self, s: MaskedText, w: Window, proposal: Proposal) -> Float32[Array, "B K"]:
+        """The higher, the earlier a place is committed."""
+        return proposal.probability
+
+    def chosen(self, s: MaskedText, w: Window, proposal: Proposal) -> Bool[Array, "B K"]:
+        counts = s.settings.counts
+        count = jnp.take_along_axis(counts, jnp.minimum(s.forwards, counts.shape[1] - 1)[:, None], axis=1)
+        return ranks(self.surety(s, w, proposal), w) < count
+
+
+def evenly(masks: int, steps: int) -> list[int]:
+    """The masks that each of these steps commits, of which there are no more than masks: one more in the first ones."""
+    steps = min(steps, masks)
+    return [masks // steps + (step < masks % steps) for step in range(steps)]
 
 
 def block_length(s: MaskedText) -> Int32[Array, "B"]:
