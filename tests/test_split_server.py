@@ -78,6 +78,12 @@ def test_malformed_frames_are_refused(served, model, key):
         "width": 1 << 30, "shards": 3, "tile": 0, "tiles": 1 << 30, "number": 7,
     }  # fmt: skip
 
+    def framed(message: list) -> bytes:
+        body = frames.msgpack.packb(message)
+        return frames._HEADER.pack(len(body), frames.zlib.crc32(body)) + body
+
+    assert framed([5, *vars(forward).values()]) == frames.pack(forward)
+
     def replies(*sent: bytes) -> list:
         with talking(served[0]) as there:
             there.sendall(b"".join(sent))
@@ -91,14 +97,11 @@ def test_malformed_frames_are_refused(served, model, key):
         frame = bytearray(frames.pack(forward if number % 2 else hello))
         if number % 3 == 0:  # a field that means nothing
             name = [*wrong][number // 3 % len(wrong)]
-            frame = frames.pack(dataclasses.replace(forward, **{name: wrong[name]}))
+            frame = framed([5, *(vars(forward) | {name: wrong[name]}).values()])
         elif number % 3 == 1:  # bits that have changed
             frame[draw.randrange(4, len(frame))] ^= 1 << draw.randrange(8)
         else:  # a message of other types, whose checksum is right
-            body = frames.msgpack.packb(
-                [draw.choice([*range(12), -1, "x", None]), *draw.choices([1, "a", b"b", []], k=3)]
-            )
-            frame = frames._HEADER.pack(len(body), frames.zlib.crc32(body)) + body
+            frame = framed([draw.choice([*range(12), -1, "x", None]), *draw.choices([1, "a", b"b", []], k=3)])
         session = dataclasses.replace(hello, session=number.to_bytes(16, "big"))
         got = replies(frames.pack(session), start, bytes(frame))
         assert not any(isinstance(each, frames.Result) for each in got), number

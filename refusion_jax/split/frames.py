@@ -1,87 +1,93 @@
 """Messages between device and server, in frames: length, checksum, and the message in MessagePack.
 
 A message is a list: the number of its kind, then its fields in order. What has another length, checksum, kind, or a
-field of another type or outside its limits is refused; nothing that arrives is ever run.
+field of another type or outside its limits is refused; nothing that arrives is ever run. What a field holds is taken at
+its word: both ends have the same key, and a message that has its checksum is one that was sent.
 
 The connection is TLS 1.3. Both sides hold the same PEM file, a private key and its self-signed certificate: each proves
 to the other that it has the key, and takes no other certificate.
 """
 
-import dataclasses
 import socket
 import ssl
 import struct
 import typing
 import zlib
 from pathlib import Path
+from typing import Annotated
 
 import msgpack
+import pydantic
+from pydantic.dataclasses import dataclass
 
-from refusion_jax.cli.errors import UserError
+from refusion_jax.cli.errors import UserError, first_line
 
 VERSION = 4
 LARGEST = 1 << 28  # bytes of a message
 _PART = 1 << 16  # bytes that are sent at once
 _HEADER = struct.Struct("!II")  # bytes of the message, their CRC-32
-_MOST = (1 << 31) - 1  # of a number
+
+Number = Annotated[int, pydantic.Field(ge=0, lt=1 << 31)]
+Size = Annotated[int, pydantic.Field(gt=0, le=1 << 20)]
+_TYPES = pydantic.ConfigDict(strict=True)
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True, config=_TYPES)
 class Hello:
     """The first message of a device."""
 
-    version: int
+    version: Number
     stamp: bytes  # of the model's weights, 16 bytes
-    layers: int  # of the device; 0: it only measures
+    layers: Number  # of the device; 0: it only measures
     codec: str
     session: bytes  # 16 bytes, of the device's choice
-    last: int  # number of the last result that it has; 0 in a new session
+    last: Number  # number of the last result that it has; 0 in a new session
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True, config=_TYPES)
 class Welcome:
     """The first message of a server."""
 
-    last: int  # number of the last message that it has dealt with; 0: the session is new
+    last: Number  # number of the last message that it has dealt with; 0: the session is new
     fixed: float  # seconds of a forward pass through one layer of it, whatever its tokens
     each: float  # and for each token
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True, config=_TYPES)
 class Start:
     """Begins with an empty batch of rows."""
 
-    number: int
-    rows: int
-    capacity: int  # cache entries of a row
+    number: Number
+    rows: Size
+    capacity: Size  # cache entries of a row
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True, config=_TYPES)
 class Admit:
     """The forwards that follow fill the caches of new rows."""
 
-    number: int
-    rows: int
+    number: Number
+    rows: Size
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True, config=_TYPES)
 class Place:
     """The new rows take these places in the batch; the forwards that follow are of the batch."""
 
-    number: int
+    number: Number
     rows: bytes  # int32; those past its end are dropped
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True, config=_TYPES)
 class Forward:
     """Hidden states of the tokens of one forward, row by row."""
 
-    number: int
+    number: Number
     wanted: bool  # whether the device waits for a result
-    width: int  # tokens of a row, at most
-    shards: int  # these three: how the forward is packed, see model/ragged.py
-    tile: int
-    tiles: int
+    width: Size  # tokens of a row, at most
+    shards: Size  # these three: how the forward is packed, see model/ragged.py
+    tile: Size
+    tiles: Size
     fed: bytes  # int32 of each row: tokens that follow
     length: bytes  # int32 of each row: cache entries that they see
     positions: bytes  # int32 of each token
@@ -89,30 +95,30 @@ class Forward:
     tokens: bytes  # by the codec
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True, config=_TYPES)
 class Result:
     """The hidden states that the output head reads, of the tokens of a forward pass."""
 
-    number: int
+    number: Number
     tokens: bytes
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True, config=_TYPES)
 class Probe:
     """Asks for an answer of so many bytes, to measure the link."""
 
-    answer: int
+    answer: Number
     padding: bytes
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True, config=_TYPES)
 class Bye:
     """The device will not come back."""
 
-    number: int
+    number: Number
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True, config=_TYPES)
 class Refused:
     """Why the server goes no further."""
 
@@ -123,10 +129,6 @@ Message = Hello | Welcome | Start | Admit | Place | Forward | Result | Probe | B
 _KINDS = typing.get_args(Message)
 
 
-class FrameError(UserError):
-    """Bytes that are no message."""
-
-
 def pack(message: Message) -> bytes:
     """A message as a frame."""
     body = msgpack.packb([_KINDS.index(type(message)), *vars(message).values()])
@@ -134,20 +136,14 @@ def pack(message: Message) -> bytes:
 
 
 def unpack(body: bytes, checksum: int) -> Message:
-    """The message in a frame; FrameError where there is none."""
+    """The message in a frame; UserError where there is none."""
     if zlib.crc32(body) != checksum:
-        raise FrameError("a frame with another checksum")
+        raise UserError("a frame with another checksum")
     try:
-        kind, *fields = msgpack.unpackb(body, use_list=True, max_array_len=16, max_map_len=0, max_ext_len=0)
-        wanted = dataclasses.fields(_KINDS[kind]) if type(kind) is int and 0 <= kind < len(_KINDS) else ()
-        if len(fields) != len(wanted) or not fields:
-            raise ValueError("no such message")
-        for field, value in zip(wanted, fields, strict=True):
-            if type(value) is not field.type or (field.type is int and not 0 <= value <= _MOST):
-                raise ValueError(f"{field.name} of {_KINDS[kind].__name__}")
-        return _KINDS[kind](*fields)
-    except (ValueError, TypeError, msgpack.UnpackException) as error:
-        raise FrameError(f"a malformed message: {error}") from error
+        number, *fields = msgpack.unpackb(body, use_list=True, max_array_len=16, max_map_len=0, max_ext_len=0)
+        return _KINDS[number](*fields)
+    except (ValueError, TypeError, IndexError, msgpack.UnpackException) as error:
+        raise UserError(f"a malformed message: {first_line(error)}") from error
 
 
 def send(connection: socket.socket, message: Message) -> int:
@@ -159,10 +155,10 @@ def send(connection: socket.socket, message: Message) -> int:
 
 
 def receive(connection: socket.socket) -> tuple[Message, int]:
-    """(the next message, its bytes); FrameError for anything else, ConnectionError where the connection ends."""
+    """(the next message, its bytes); UserError for anything else, ConnectionError where the connection ends."""
     length, checksum = _HEADER.unpack(_read(connection, _HEADER.size))
     if length > LARGEST:
-        raise FrameError(f"a frame of {length:,} bytes")
+        raise UserError(f"a frame of {length:,} bytes")
     return unpack(_read(connection, length), checksum), _HEADER.size + length
 
 

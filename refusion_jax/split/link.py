@@ -187,7 +187,7 @@ class Link:
             if isinstance(message, frames.Refused):
                 raise UserError(f"the server refuses to go on: {message.why}")
             if not isinstance(message, frames.Result) or message.number > number:
-                raise frames.FrameError("the server sent what it was not asked for")
+                raise UserError("the server sent what it was not asked for")
             if message.number == number:
                 self._last = number
                 self._goes_on(number)
@@ -233,7 +233,7 @@ class Link:
         if isinstance(message, frames.Refused):
             raise UserError(f"the server refuses this device: {message.why}")
         if not isinstance(message, frames.Welcome):
-            raise frames.FrameError("the server did not introduce itself")
+            raise UserError("the server did not introduce itself")
         if message.last < self._number - len(self._unconfirmed):
             raise SessionLost("the server has forgotten what it was sent")
         self._goes_on(message.last)

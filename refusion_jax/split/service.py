@@ -69,7 +69,7 @@ class LayerService:
     def _converse(self, connection: socket.socket) -> None:
         hello, _ = frames.receive(connection)
         if not isinstance(hello, frames.Hello) or len(hello.session) != 16:
-            raise frames.FrameError("a device must introduce itself first")
+            raise UserError("a device must introduce itself first")
         self._check(hello)
         if not self._places.acquire(timeout=_HANDSHAKE):  # a lost connection, whose device comes again, may leave one
             raise UserError(f"it serves {_MOST_CONNECTIONS} devices already")
@@ -118,7 +118,7 @@ class LayerService:
         while True:
             probe, _ = frames.receive(connection)
             if not isinstance(probe, frames.Probe) or probe.answer > frames.LARGEST // 2:
-                raise frames.FrameError("this device only measures")
+                raise UserError("this device only measures")
             frames.send(connection, frames.Probe(0, bytes(probe.answer)))
 
     def _find(self, hello: frames.Hello, connection: socket.socket) -> DeviceSession:

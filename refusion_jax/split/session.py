@@ -13,6 +13,7 @@ from collections.abc import Callable
 import jax
 import numpy as np
 
+from refusion_jax.cli.errors import UserError
 from refusion_jax.model.key_values import KeyValues
 from refusion_jax.split import frames
 from refusion_jax.split.batching import Batches, ForwardJob
@@ -20,7 +21,6 @@ from refusion_jax.split.codec import Codec
 from refusion_jax.split.model import Packing, Upper
 
 _MOST_TOKENS = 1 << 20  # places of a forward pass
-_MOST_ROWS = 1 << 12
 
 
 @dataclasses.dataclass(eq=False)
@@ -43,45 +43,35 @@ class DeviceSession:
     lock: threading.Lock = dataclasses.field(default_factory=threading.Lock)
 
     def deal(self, message: frames.Message) -> frames.Result | None:
-        """Deals with a message: the result that it wants. FrameError for what cannot be meant, UserError without memory
-        for it.
-        """
+        """Deals with a message: the result that it wants. UserError for one that cannot be meant, or without memory."""
         deals = {
             frames.Start: self._start, frames.Admit: self._admit, frames.Place: self._place,
             frames.Forward: self._forward,
         }  # fmt: skip
         if type(message) not in deals:
-            raise frames.FrameError("no message of a device")
+            raise UserError("no message of a device")
         if message.number > self.last:
             if message.number != self.last + 1:
-                raise frames.FrameError(f"message {message.number} after {self.last}")
+                raise UserError(f"message {message.number} after {self.last}")
             deals[type(message)](message)
             self.last = message.number
         is_wanted = isinstance(message, frames.Forward) and message.wanted
         return self.result if is_wanted and self.result and self.result.number == message.number else None
 
     def _start(self, message: frames.Start) -> None:
-        if not (0 < message.rows <= _MOST_ROWS and 0 < message.capacity):
-            raise frames.FrameError("a batch of impossible size")
         self.reserve(self, 2 * self.upper.cache_bytes(message.rows, message.capacity))
         self.rows, self.capacity = message.rows, message.capacity
         self.batch, self.new = self.upper.empty_cache(message.rows, message.capacity), None
 
     def _admit(self, message: frames.Admit) -> None:
-        if not 0 < message.rows <= self.rows:
-            raise frames.FrameError("more rows than the batch has")
         self.new = self.upper.empty_cache(message.rows, self.capacity)
 
     def _place(self, message: frames.Place) -> None:
-        if self.new is None:
-            raise frames.FrameError("no rows were filled")
-        rows = _numbers(message.rows, _rows_of(self.new), _MOST_ROWS)
+        rows = _numbers(message.rows, _rows_of(self.new), _MOST_TOKENS)
         self.batch, self.new = _put(self.batch, self.new, rows), None
 
     def _forward(self, message: frames.Forward) -> None:
         """Writes the keys and values of the fed tokens; what the output head reads of them is the result."""
-        if not self.rows:
-            raise frames.FrameError("a forward pass without a batch")
         cache = self.batch if self.new is None else self.new
         packing, arrays, is_fed = self._read(message, _rows_of(cache))
         x, cache = self.batches.run(ForwardJob(self.upper, packing, cache, arrays))
@@ -96,14 +86,12 @@ class DeviceSession:
         """(packing, arrays as `Upper` takes them, which places are fed, [B, T]) of a forward pass of B rows."""
         T, D, dtype = message.width, self.upper.hidden_size, self.upper.dtype
         packing = Packing(B, T, message.shards, message.tile, message.tiles)
-        if not (0 < T and 0 < packing.shards and 0 < packing.tile and 0 < packing.tiles) or B % packing.shards:
-            raise frames.FrameError("an impossible packing")
         if max(B * T, packing.shards * packing.tile * packing.tiles) > _MOST_TOKENS:
-            raise frames.FrameError("a forward pass of too many tokens")
+            raise UserError("a forward pass of too many tokens")
         fed, length = (_numbers(x, B, most) for x, most in ((message.fed, T), (message.length, self.capacity)))
         tiles = -(-fed // packing.tile)
         if np.any(tiles.reshape(packing.shards, -1).sum(axis=1) > packing.tiles):
-            raise frames.FrameError("tokens that the packing has no place for")
+            raise UserError("tokens that the packing has no place for")
         is_fed = np.arange(T)[None] < fed[:, None]
         x, positions = np.zeros((B, T, D), dtype), np.zeros((B, T), np.int32)
         positions[is_fed] = _numbers(message.positions, is_fed.sum(), 1 << 28)
@@ -111,7 +99,7 @@ class DeviceSession:
         visible = np.broadcast_to(np.tri(T, dtype=bool), (B, T, T))
         if message.visible:
             if len(message.visible) != -(-B * T * T // 8):
-                raise frames.FrameError("a mask of another size")
+                raise UserError("a mask of another size")
             visible = np.unpackbits(np.frombuffer(message.visible, np.uint8), count=B * T * T) > 0
         return packing, (x, positions, visible.reshape(B, T, T), length, fed), is_fed
 
@@ -128,8 +116,8 @@ def _put(batch: KeyValues, new: KeyValues, rows: jax.Array) -> KeyValues:
 def _numbers(content: bytes, count: int, most: int) -> np.ndarray:
     """So many int32, none below 0 or above `most`."""
     if len(content) != 4 * count:
-        raise frames.FrameError("another number of tokens or rows")
+        raise UserError("another number of tokens or rows")
     numbers = np.frombuffer(content, "<i4")
     if np.any((numbers < 0) | (numbers > most)):
-        raise frames.FrameError("a number outside its limits")
+        raise UserError("a number outside its limits")
     return numbers.astype(np.int32)
