@@ -20,7 +20,7 @@ def test_what_does_not_fit_its_minutes_is_skipped_and_told(tmp_path):
     run("bench", "gpu", "--rehearse", "--minutes=0", f"--output={tmp_path / 'out'}")
     whole, records = results(tmp_path / "out")
     assert whole["rehearsal"]
-    assert [record["part"] for record in records] == ["logits", "attention", "training tiny"]
+    assert [record["part"] for record in records] == ["logits", "attention", "training tiny", "decoding tiny, batch 2"]
     assert all("0.0 are left" in record["skipped"] for record in records)
     assert "A rehearsal" in (tmp_path / "out" / "section.md").read_text()
 
@@ -56,5 +56,6 @@ def test_the_rehearsal_measures_every_part(tmp_path):
     assert len(errors) == 4
     assert by_part["answers"]["same"] == 1
     assert by_part["training tiny"]["tokens_per_second"] > 0
+    assert by_part["decoding tiny, batch 2"]["tokens_per_second"] > 0
     section = (tmp_path / "out" / "section.md").read_text()
-    assert section.count("| tiny |") == 1
+    assert section.count("| tiny |") == 4  # training, two decoders, and one of them in int8

@@ -28,6 +28,15 @@ def test_every_client_gets_the_same_answers(trained_run):
         assert load["of_decode"] > 0
 
 
+@pytest.mark.thorough
+def test_requests_arrive_at_random_and_goodput_is_the_share_in_time(trained_run):
+    flags = ["--rate=50", "--requests=12", "--rows=4", "--setup=refusion slot_size=4"]
+    out, _ = run("bench", "serve", f"--checkpoint={trained_run}", *flags, "--slo_first_ms=1e6", "--slo_between_ms=1e6")
+    (load,) = [json.loads(line) for line in out.splitlines() if line.startswith("{")]
+    assert (load["requests"], load["goodput"]) == (12, 1)
+    assert 0 < load["first_ms"] <= load["whole_ms"]
+
+
 def test_clients_of_all_kinds_tell_wrong_answers_from_right_ones(monkeypatch):
     """Of a server that says something else to every fifth request, and refuses what is none."""
     asked, ticks = [], itertools.count()

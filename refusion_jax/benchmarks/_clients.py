@@ -1,4 +1,4 @@
-"""A server in its own process, and its clients: many that ask and measure."""
+"""A server in its own process, and its clients: many that ask and measure, and arrivals at random times."""
 
 import concurrent.futures
 import contextlib
@@ -13,6 +13,8 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from typing import Any
+
+import numpy as np
 
 from refusion_jax.cli.errors import Failure
 
@@ -40,31 +42,57 @@ class Seen:
     first: float  # seconds to the first text
     whole: float  # seconds to its end
 
+    @property
+    def between(self) -> float:
+        """Seconds between two tokens after the first text, on average; pieces of a stream have several."""
+        return (self.whole - self.first) / max(self.tokens - 1, 1)
 
-def ask_all(address: tuple[str, int], clients: int, bodies: Sequence[dict[str, Any]]) -> list[Seen]:
-    """What some clients see, each of which takes the next request as soon as it has the answer to the last one.
 
-    Each is a thread with a connection of its own, which is kept.
-    """
-    own = threading.local()
+class Clients:
+    """Threads that ask the server at an address, each over a connection of its own that is kept."""
 
-    def ask(body: dict[str, Any]) -> Seen:
-        if not hasattr(own, "connection"):
-            own.connection = http.client.HTTPConnection(*address, timeout=600)
-        began, first = time.perf_counter(), None
-        answer = post(own.connection, json.dumps(body).encode())
-        if answer.status != 200:
-            raise Failure(f"the server answers {answer.status}: {answer.read().decode(errors='replace')[:300]}")
-        text, tokens = "", 0
-        for more, event in events(answer, body["stream"]):
-            text += more
-            first = first or (time.perf_counter() if text else None)
-            tokens = (event.get("usage") or {}).get("completion_tokens", tokens)
-        ended = time.perf_counter()
-        return Seen(text, tokens, (first or ended) - began, ended - began)
+    def __init__(self, address: tuple[str, int], count: int):
+        self._address, self._own = address, threading.local()
+        self._pool = concurrent.futures.ThreadPoolExecutor(count)
 
-    with concurrent.futures.ThreadPoolExecutor(clients) as pool:
-        return list(pool.map(ask, bodies))
+    def ask_all(self, bodies: Sequence[dict[str, Any]]) -> list[Seen]:
+        """Each client takes the next request as soon as it has the answer to the last one."""
+        return list(self._pool.map(self._ask, bodies))
+
+    def ask_at(self, times: Sequence[float], bodies: Sequence[dict[str, Any]]) -> list[Seen]:
+        """Requests are sent at these seconds from now, whatever has been answered until then."""
+        began, asked = time.perf_counter(), []
+        for at, body in zip(times, bodies, strict=True):
+            time.sleep(max(0.0, began + at - time.perf_counter()))
+            asked.append(self._pool.submit(self._ask_anew, body))
+        return [one.result() for one in asked]
+
+    def _ask(self, body: dict[str, Any]) -> Seen:
+        if not hasattr(self._own, "connection"):
+            self._own.connection = self._connection()
+        return _ask(self._own.connection, body)
+
+    def _ask_anew(self, body: dict[str, Any]) -> Seen:
+        """Asks over a new connection, since the server closes those that are idle."""
+        with contextlib.closing(self._connection()) as connection:
+            return _ask(connection, body)
+
+    def _connection(self) -> http.client.HTTPConnection:
+        return http.client.HTTPConnection(*self._address, timeout=600)
+
+
+def _ask(connection: http.client.HTTPConnection, body: dict[str, Any]) -> Seen:
+    began, first = time.perf_counter(), None
+    answer = post(connection, json.dumps(body).encode())
+    if answer.status != 200:
+        raise Failure(f"the server answers {answer.status}: {answer.read().decode(errors='replace')[:300]}")
+    text, tokens = "", 0
+    for more, event in events(answer, body["stream"]):
+        text += more
+        first = first or (time.perf_counter() if text else None)
+        tokens = (event.get("usage") or {}).get("completion_tokens", tokens)
+    ended = time.perf_counter()
+    return Seen(text, tokens, (first or ended) - began, ended - began)
 
 
 def post(connection: http.client.HTTPConnection, body: bytes) -> http.client.HTTPResponse:
@@ -79,3 +107,20 @@ def events(answer: http.client.HTTPResponse, is_stream: bool) -> Iterator[tuple[
         if line.startswith(b"data: {"):
             event = json.loads(line.removeprefix(b"data: "))
             yield "".join(choice["text"] for choice in event["choices"]), event
+
+
+def arrivals(count: int, rate: float, room: int, most: int) -> tuple[list[float], list[dict[str, Any]]]:
+    """(seconds at which `count` requests arrive, `rate` a second; their prompts and lengths), always the same.
+
+    Arrivals are a Poisson process. Prompts and answers have log-normal lengths with the medians and tails of ShareGPT's
+    conversations, about 60 and 150 tokens, cut to `most` of an answer and `room` for both.
+    """
+    draw = np.random.default_rng(0)
+    times = np.cumsum(draw.exponential(1 / rate, count))
+    answers = np.clip(draw.lognormal(np.log(150), 1.0, count), 1, min(most, room - 1)).astype(int)
+    prompts = np.clip(draw.lognormal(np.log(60), 1.5, count), 1, room - answers).astype(int)
+    bodies = [
+        {"prompt": draw.integers(5, 300, length).tolist(), "max_tokens": int(new), "add_special_tokens": False}
+        for length, new in zip(prompts, answers, strict=True)
+    ]
+    return times.tolist(), bodies

@@ -4,9 +4,10 @@
   python -m refusion_jax.bench gpu --rehearse --minutes=20 --output=rehearsal
 
 First, logits, attention over packed rows (forward and gradient) and greedy answers are compared with the CPU's; then
-model-FLOPs utilization (MFU) of training is measured at 0.6B and 1.7B; decoders are measured by `bench decode`, as
-everywhere. Writes OUTPUT/results.json after every part, and OUTPUT/section.md, a page of results. A part that is not
-expected to fit into the rest of --minutes is skipped; a part that fails is reported, and the others go on.
+model-FLOPs utilization (MFU) of training is measured at 0.6B and 1.7B; then every decoder of the default system, and
+the first one with weights and cache in int8, at 1.7B and 8B with batches of 1 to 128. Writes OUTPUT/results.json after
+every part, and OUTPUT/section.md, a page of results. A part that is not expected to fit into the rest of --minutes is
+skipped; a part that fails is reported, and the others go on.
 
 --rehearse does the same with tiny shapes on any device, with the attention kernel emulated. Its figures mean nothing,
 and its results say so.
@@ -28,8 +29,8 @@ from absl import flags
 
 from refusion_jax.batch.rows import Rows
 from refusion_jax.batch.visibility import CAUSAL, Visibility
+from refusion_jax.benchmarks import decode as decoding
 from refusion_jax.benchmarks._markdown import table
-from refusion_jax.benchmarks.decode import random_model, shape_of
 from refusion_jax.checkpoints.load import load_model
 from refusion_jax.cli import command, flag_values
 from refusion_jax.cli.errors import UserError
@@ -103,6 +104,10 @@ def parts(own: flags.FlagValues) -> list[Part]:
         few.append(Part("answers", 2, partial(answers, own.checkpoint, 4 if rehearse else 64)))
     for size in ("tiny",) if rehearse else ("0.6b", "1.7b"):
         few.append(Part(f"training {size}", 0.5 if rehearse else 1, partial(trained, size)))
+    for rows in (2,) if rehearse else (1, 32, 8, 128):
+        for size in ("tiny",) if rehearse else ("8b", "1.7b"):
+            run = partial(decoded, size, rows, 8 if rehearse else 128)
+            few.append(Part(f"decoding {size}, batch {rows}", 0.5 if rehearse else 3, run))
     return few
 
 
@@ -111,7 +116,7 @@ def logits() -> list[dict]:
     found = []
     for device in (jax.devices()[0], jax.devices("cpu")[0]):
         with jax.default_device(device), jax.default_matmul_precision("highest"):
-            model = jax.device_put(random_model("tiny", "float32"), device)
+            model = jax.device_put(decoding.random_model("tiny", "float32"), device)
             tokens = jax.random.randint(jax.random.key(1), (4, 128), 5, 500)
             segments = 1 + (jnp.arange(128)[None] // jnp.array([[40], [64], [128], [100]]))
             positions = jnp.broadcast_to(jnp.arange(128)[None], tokens.shape)
@@ -162,7 +167,7 @@ def answers(checkpoint: str, count: int) -> list[dict]:
 
 def trained(size: str) -> list[dict]:
     """Milliseconds of a training step on full rows, and its MFU against the documented peak."""
-    is_tiny, shape = size == "tiny", shape_of(size)
+    is_tiny, shape = size == "tiny", decoding.shape_of(size)
     config = default_config()
     config.batch_size, config.row_length = (2, 128) if is_tiny else (8, 2048)
     config.dtype = "float32" if is_tiny else "bfloat16"
@@ -194,6 +199,18 @@ def step_seconds(config: ml_collections.ConfigDict) -> float:
             metrics["loss"].block_until_ready()
             seconds.append(time.perf_counter() - began)
     return float(np.median(seconds[1:]))
+
+
+def decoded(size: str, rows: int, new_tokens: int) -> list[dict]:
+    """The decoders of the default system, side by side on random weights, as `bench decode` measures them."""
+    own, decoders = flags.FlagValues(), list(default_system().decoders)
+    decoding.define_flags(own)
+    setups = [f"--setup={setup}" for setup in (*decoders, f"{decoders[0]} weights=int8 cache=int8")]
+    sizes = [f"--decode.max_new_tokens={new_tokens}", "--repeats=2", "--prompts_per_row=1", "--prompt_length=128"]
+    own(["gpu", *setups, *sizes])
+    dtype = "float32" if size == "tiny" else "bfloat16"
+    model = decoding.random_model(size, dtype)
+    return [record | {"size": size} for record in decoding.measure(model, own, rows, decoding.copy_bandwidth())]
 
 
 def section(head: dict, records: list[dict], command: str) -> str:

@@ -2,6 +2,7 @@
 
   python -m refusion_jax.bench serve --checkpoint=runs/quickstart --setup='refusion slot_size=4'
   python -m refusion_jax.bench serve --size=small --new_tokens=64 --clients=8,32 --setup=sequential
+  python -m refusion_jax.bench serve --size=small --new_tokens=256 --rate=2 --slo_first_ms=500 --slo_between_ms=50
   python -m refusion_jax.bench serve --checkpoint=runs/quickstart --clients=200 --minutes=10
 
 The checkpoint is a run on the built-in problems (configs/quickstart.py), or one step of it; without one the weights are
@@ -13,6 +14,9 @@ process; on the device of the server they compute nothing, on its cores they do.
 With --minutes clients of all kinds ask for that long, some of whom hang up or send what is no request: `seen` counts
 what they saw, "wrong" and "lost" included, answers being compared with those that each request gets alone; health_ms is
 how long /health takes in the meantime, and memory_mib what the server holds in each third of the time.
+
+With --rate requests arrive at random times instead, a Poisson process, with lengths like those of ShareGPT, as streams;
+goodput is the share of them whose first text and whose tokens after it came in time.
 """
 
 import contextlib
@@ -28,7 +32,7 @@ from etils import epath
 from rich.console import Console
 from rich.table import Table
 
-from refusion_jax.benchmarks._clients import Seen, ask_all, serving
+from refusion_jax.benchmarks._clients import Clients, Seen, arrivals, serving
 from refusion_jax.benchmarks._soak import soak
 from refusion_jax.benchmarks.decode import SIZES, random_model, read_setup, timed
 from refusion_jax.checkpoints.load import load_model, load_tokenizer
@@ -41,8 +45,9 @@ from refusion_jax.model import huggingface
 from refusion_jax.systems.registry import default_system
 
 _ROOM = 1024  # tokens of a text, for random weights
-_SHOWN = {"clients": "clients", "how": "how", "accuracy": "right", "tokens_per_second": "tokens/s"}
-_SHOWN |= {"of_decode": "of decode", "first_ms": "first, ms", "whole_ms": "answer, ms", "whole_ms_95": "95 %, ms"}
+_SHOWN = {"clients": "clients", "rate": "rate", "how": "how", "accuracy": "right", "tokens_per_second": "tokens/s"}
+_SHOWN |= {"of_decode": "of decode", "goodput": "goodput", "first_ms": "first, ms", "between_ms": "between, ms"}
+_SHOWN |= {"whole_ms": "answer, ms", "whole_ms_95": "95 %, ms"}
 
 
 def define_flags(own: flags.FlagValues) -> None:
@@ -54,6 +59,9 @@ def define_flags(own: flags.FlagValues) -> None:
     flags.DEFINE_integer("rows", 8, "Rows of the server's batch", 1, 4096, flag_values=own)
     flags.DEFINE_integer("new_tokens", 32, "Tokens of an answer, at most; problems take 25", 1, 2**20, flag_values=own)
     flags.DEFINE_integer("repeats", 1, "Interleaved repeats of each; the median counts", 1, 1000, flag_values=own)
+    flags.DEFINE_float("rate", 0.0, "Requests a second that arrive at random, without --clients", 0.0, flag_values=own)
+    flags.DEFINE_float("slo_first_ms", 1000.0, "With --rate: in which the first text is wanted", 0.0, flag_values=own)
+    flags.DEFINE_float("slo_between_ms", 100.0, "With --rate: for each token after it", 0.0, flag_values=own)
     flags.DEFINE_float("minutes", 0.0, "Ask for so long, with requests of all kinds", 0.0, flag_values=own)
     method = next(iter(default_system().decoders))
     flags.DEFINE_string("setup", method, "A decoder and settings of its own", flag_values=own)
@@ -73,10 +81,11 @@ def main(own: flags.FlagValues) -> None:
         address, pid = stack.enter_context(serving(*flags_given))
         if own.minutes:
             return print(json.dumps({"benchmark": "serve"} | _soaked(address, pid, clients, own)))
-        records = list(_by_clients(address, checkpoint, clients, own))
-    table = Table(*_SHOWN.values())
+        records = list(_at_rate(address, own) if own.rate else _by_clients(address, checkpoint, clients, own))
+    shown = {name: title for name, title in _SHOWN.items() if name in records[0]}
+    table = Table(*shown.values())
     for record in records:
-        values = (record[name] for name in _SHOWN)
+        values = (record[name] for name in shown)
         table.add_row(*(f"{x:,.{0 if x >= 100 else 2}f}" if isinstance(x, float) else str(x) for x in values))
     Console().print(table)
 
@@ -92,14 +101,14 @@ def _by_clients(address, checkpoint: str, clients: list[int], own: flags.FlagVal
     }
     decode = _decoding(checkpoint, [problem.query for problem in problems], own)
     decode()  # compiles; not counted, as the clients' first answers
-    ask_all(address, max(clients), asked["whole"])
+    Clients(address, max(clients)).ask_all(asked["whole"])
     for count in clients:
         repeats = {how: [] for how in asked}
         for _ in range(own.repeats):
             plain = decode()
             for how, these in asked.items():
                 began = time.perf_counter()
-                seen = ask_all(address, count, these)  # anew: the server closes connections that are idle
+                seen = Clients(address, count).ask_all(these)  # anew: the server closes connections that are idle
                 repeats[how].append((seen, time.perf_counter() - began, plain))
         for how, some in repeats.items():
             record = {"benchmark": "serve", "clients": count, "how": how, "requests": len(problems)}
@@ -115,6 +124,20 @@ def _by_clients(address, checkpoint: str, clients: list[int], own: flags.FlagVal
             yield record
 
 
+def _at_rate(address, own: flags.FlagValues) -> Iterator[dict[str, Any]]:
+    times, bodies = arrivals(own.requests, own.rate, _ROOM if not own.checkpoint else 64, own.new_tokens)
+    how = {"stream": True, "stream_options": {"include_usage": True}}
+    Clients(address, 16).ask_all([body | how for body in bodies[:16]])  # not counted
+    began = time.perf_counter()
+    seen = Clients(address, min(own.requests, 512)).ask_at(times, [body | how for body in bodies])
+    seconds, tokens = time.perf_counter() - began, sum(one.tokens for one in seen)
+    good = [1e3 * one.first <= own.slo_first_ms and 1e3 * one.between <= own.slo_between_ms for one in seen]
+    record = {"benchmark": "serve", "rate": own.rate, "requests": len(seen), "tokens": tokens}
+    record |= {"tokens_per_second": tokens / seconds, "goodput": float(np.mean(good))} | _waits(seen)
+    print(json.dumps(record), flush=True)
+    yield record
+
+
 def _soaked(address, pid: int, clients: list[int], own: flags.FlagValues) -> dict[str, Any]:
     bodies = [{"prompt": problem.query, "max_tokens": own.new_tokens} for problem in tasks.problems("test", 16, seed=0)]
     bodies += [body | {"temperature": 1.5} for body in bodies]
@@ -124,7 +147,7 @@ def _soaked(address, pid: int, clients: list[int], own: flags.FlagValues) -> dic
 def _waits(seen: list[Seen]) -> dict[str, float]:
     """How long clients waited, in milliseconds."""
     found = {}
-    for name in ("first", "whole"):
+    for name in ("first", "between", "whole"):
         waits = [1e3 * getattr(one, name) for one in seen]
         found |= {f"{name}_ms": float(np.median(waits)), f"{name}_ms_95": float(np.quantile(waits, 0.95))}
     return found
