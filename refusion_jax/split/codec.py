@@ -23,7 +23,10 @@ import zlib
 import numpy as np
 from jaxtyping import Float, Float32, Int, Int32
 
+from refusion_jax.cli.errors import UserError
+
 _LEAST_BITS, _MOST_BITS = 2, 16
+_PACKED, _DEFLATED = 0, 1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,23 +78,33 @@ class Codec:
         return b"".join([bytes([is_deflated]), *parts, deflated if is_deflated else packed])
 
     def decode(self, content: bytes, n: int, D: int, dtype: np.dtype) -> Float[np.ndarray, "T D"]:
-        """The values that `encode` was given, within the bound; ValueError where the bytes are too few for n tokens."""
+        """The values that `encode` was given, within the bound; UserError where the bytes are not those of n tokens."""
         if not (self.bits or self.tolerance):
             return _decode_exactly(content, n, D, np.dtype(dtype))
         parts = _Parts(content)
-        (is_deflated,) = parts.take("?", 1)
+        (coding,) = parts.take("u1", 1)
         steps = _from_high_half(parts.take("<u2", n))
         bits = parts.take("u1", n).astype(int)
         counts = parts.take("<u4" if D > 255 else "u1", n).astype(int)
+        if coding > _DEFLATED or not np.all((bits >= _LEAST_BITS) & (bits <= _MOST_BITS)) or np.any(counts > D):
+            raise UserError("compressed tokens have an unknown coding")
+        if not (np.isfinite(steps).all() and np.all(steps > 0)):
+            raise UserError("compressed tokens have no finite step")
         places = parts.take(_index_type(D), counts.sum()).astype(int)
         outliers = parts.take("<f4", counts.sum())
-        if is_deflated:
+        if np.any(places >= D) or not np.isfinite(outliers).all():
+            raise UserError("an outlier lies outside its token, or is not finite")
+        half = (1 << (bits - 1)) - 1
+        if coding == _DEFLATED:
             numbers = _inflate(parts.rest(), n * D).view(np.int8).reshape(n, D).astype(np.int32)
         else:
             numbers = np.zeros((n, D), np.int32)
             for b in np.unique(bits):
                 own = bits == b
-                numbers[own] = _unpack(parts, own.sum(), D, b) - ((1 << (b - 1)) - 1)
+                numbers[own] = _unpack(parts, own.sum(), D, b) - half[own][0]
+            parts.end()
+        if np.any(np.abs(numbers) > half[:, None]):
+            raise UserError("a compressed value is larger than its bits")
         x = numbers * steps[:, None]
         x[np.repeat(np.arange(n), counts), places] = outliers
         return x.astype(dtype)
@@ -145,6 +158,7 @@ def _decode_exactly(content: bytes, n: int, D: int, dtype: np.dtype) -> Float[np
     parts, size = _Parts(content), n * D
     lengths = parts.take("<u4", dtype.itemsize)
     planes = [_inflate(parts.take("u1", x).tobytes(), size) if x else parts.take("u1", size) for x in lengths]
+    parts.end()
     return np.stack(planes, axis=1).view(dtype).reshape(n, D)
 
 
@@ -155,8 +169,14 @@ def _deflate(x: np.ndarray) -> bytes:
 
 def _inflate(content: bytes, size: int) -> np.ndarray:
     """So many bytes."""
-    plain = zlib.decompressobj(wbits=-15).decompress(content, size)  # whatever it claims to be
-    return np.frombuffer(plain, np.uint8, size)
+    coder = zlib.decompressobj(wbits=-15)
+    try:
+        plain = coder.decompress(content, size + 1)  # whatever it claims to be
+    except zlib.error as error:
+        raise UserError(f"compressed tokens cannot be read: {error}") from error
+    if len(plain) != size or not coder.eof or coder.unused_data:
+        raise UserError(f"compressed tokens are not {size} values")
+    return np.frombuffer(plain, np.uint8)
 
 
 class _Parts:
@@ -166,9 +186,14 @@ class _Parts:
         self._content, self._at = content, 0
 
     def take(self, dtype: str, count: int) -> np.ndarray:
-        found = np.frombuffer(self._content, dtype, count, self._at)
-        self._at += found.nbytes
-        return found
+        begin, self._at = self._at, self._at + np.dtype(dtype).itemsize * int(count)
+        if self._at > len(self._content):
+            raise UserError("compressed tokens end too early")
+        return np.frombuffer(self._content[begin : self._at], dtype)
 
     def rest(self) -> bytes:
         return self._content[self._at :]
+
+    def end(self) -> None:
+        if self.rest():
+            raise UserError("compressed tokens are followed by something else")

@@ -1,8 +1,7 @@
 """Messages between device and server, in frames: length, checksum, and the message in MessagePack.
 
 A message is a list: the number of its kind, then its fields in order. What has another length, checksum, kind, or a
-field of another type or outside its limits is refused; nothing that arrives is ever run. What a field holds is taken at
-its word: both ends have the same key, and a message that has its checksum is one that was sent.
+field of another type or outside its limits is refused; nothing that arrives is ever run.
 
 The connection is TLS 1.3. Both sides hold the same PEM file, a private key and its self-signed certificate: each proves
 to the other that it has the key, and takes no other certificate.

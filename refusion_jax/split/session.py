@@ -64,6 +64,8 @@ class DeviceSession:
         self.batch, self.new = self.upper.empty_cache(message.rows, message.capacity), None
 
     def _admit(self, message: frames.Admit) -> None:
+        if message.rows > self.rows:  # there is memory for no more
+            raise UserError("more rows than the batch has")
         self.new = self.upper.empty_cache(message.rows, self.capacity)
 
     def _place(self, message: frames.Place) -> None:
