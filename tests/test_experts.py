@@ -36,10 +36,10 @@ SHAPES = pytest.mark.parametrize("shape", [MOE, LLADA2], ids=lambda shape: shape
 MESHES = [{}, {"expert": 2, "fsdp": 2, "tensor": 2}, {"expert": 4, "sequence": 2}]
 
 
-def inputs(router):
+def inputs(config):
     keys = jax.random.split(jax.random.key(0), 6)
     shapes = {"router": (D, E), "gate_proj": (E, D, F), "up_proj": (E, D, F), "down_proj": (E, F, D)}
-    shapes |= {"expert_bias": (E,)} if router.kind == "sigmoid" else {}
+    shapes |= {"expert_bias": (E,)} if config == SIGMOID else {}
     weights = {name: jax.random.normal(key, shapes[name]) / 4 for name, key in zip(shapes, keys[1:], strict=False)}
     return jax.random.normal(keys[0], (B, T, D)), weights
 
@@ -71,31 +71,33 @@ def loop(x, w):
     return y
 
 
-SOFTMAX, SIGMOID = experts.Router(CHOSEN, True), experts.Router(CHOSEN, True, "sigmoid", GROUPS, OPEN, SCALE)
+SOFTMAX, SIGMOID = tiny_config(**MOE), tiny_config(**LLADA2)
 TPU, CPU = 1, 4  # tiles of each
-# Each router with each tile, and each mesh but the last with both.
+# Each kind of router with each tile, and each mesh but the last with both.
 CASES = [(SOFTMAX, MESHES[0], CPU), (SOFTMAX, MESHES[1], TPU), (SOFTMAX, MESHES[2], TPU)]
 CASES += [(SIGMOID, MESHES[0], TPU), (SIGMOID, MESHES[1], CPU)]
 
 
 @functools.cache
-def value_and_gradients(router, mixture):
+def value_and_gradients(config, mixture):
     """Of a mixture's outputs and weights."""
-    return jax.jit(jax.value_and_grad(lambda x, w: jnp.sum(jnp.sin(mixture(x, w))), (0, 1)))(*inputs(router))
+    return jax.jit(jax.value_and_grad(lambda x, w: jnp.sum(jnp.sin(mixture(x, w))), (0, 1)))(*inputs(config))
 
 
-@pytest.mark.parametrize(("router", "mesh", "tile"), all_but(CASES[::3], CASES), ids=str)
-def test_value_and_gradient_are_those_of_a_loop_over_experts(router, mesh, tile, monkeypatch):
+@pytest.mark.parametrize(
+    ("config", "mesh", "tile"), all_but(CASES[::3], CASES), ids=lambda x: getattr(x, "family", str(x))
+)
+def test_value_and_gradient_are_those_of_a_loop_over_experts(config, mesh, tile, monkeypatch):
     monkeypatch.setattr(experts, "_tile", lambda _: tile)
     devices = jax.devices()[: math.prod(mesh.values())]
 
     def ours(x, w):
-        return experts.mixture(x, w, router, jax.nn.silu, None)[0]
+        return experts.mixture(x, w, config, jax.nn.silu, None)[0]
 
     with jax.default_matmul_precision("highest"):
-        expected = value_and_gradients(router, loop)
+        expected = value_and_gradients(config, loop)
         with jax.set_mesh(sharding.make_mesh(mesh, devices)):
-            found = value_and_gradients(router, ours)
+            found = value_and_gradients(config, ours)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5 * np.abs(b).max()), found, expected)
 
 

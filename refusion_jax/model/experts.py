@@ -10,7 +10,6 @@ experts of a token, N tokens of all chips that share the experts, P = N k pairs 
 slots, in which pairs are sorted, R slots of a tile.
 """
 
-import dataclasses
 import functools
 import math
 from collections.abc import Callable, Mapping
@@ -22,8 +21,10 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Bool, Float, Float32, Int32
 
 from refusion_jax.distributed import sharding
+from refusion_jax.model.families import FAMILIES
 from refusion_jax.model.int8 import Int8Array, factors
 from refusion_jax.model.remat import EXPERT, GATHERED
+from refusion_jax.model.shape import ModelConfig
 
 NAMES = ("gate_proj", "up_proj", "down_proj")
 _AXES = {"gate_proj": ("experts", "expert_embed", "mlp"), "down_proj": ("experts", "mlp", "expert_embed")}
@@ -37,39 +38,30 @@ class Load(NamedTuple):
     probabilities: Float32[Array, "E"]  # of going there
 
 
-@dataclasses.dataclass(frozen=True)
-class Router:
-    """Which experts a token goes to, and how much each of them counts.
+def route(
+    logits: Float32[Array, "N E"], bias: Float32[Array, "E"] | None, c: ModelConfig
+) -> tuple[Float32[Array, "N k"], Int32[Array, "N k"], Float32[Array, "N E"]]:
+    """(weights of the experts of each token, which they are, the probability of each to be chosen).
 
-    With softmax that of Qwen3-MoE; with sigmoid that of DeepSeek-V3 (arXiv 2412.19437, section 2.1.2), where a bias in
-    the choice balances the experts, and a token chooses from some groups of them. We leave the bias as it is.
+    With softmax over all experts as in Qwen3-MoE; with sigmoid of each as in DeepSeek-V3 (arXiv 2412.19437, section
+    2.1.2), where a bias in the choice balances the experts, and a token chooses from some groups of them, those whose
+    best two experts are best together. We leave the bias as it is.
     """
-
-    chosen: int  # k
-    normalized: bool  # whether the weights of a token's experts are divided by their sum
-    kind: str = "softmax"  # over all experts, or "sigmoid" of each
-    groups: int = 1  # of experts
-    open_groups: int = 1  # from which a token may choose: those whose best two experts are best together
-    scale: float = 1.0  # of the weights
-
-    def __call__(
-        self, logits: Float32[Array, "N E"], bias: Float32[Array, "E"] | None
-    ) -> tuple[Float32[Array, "N k"], Int32[Array, "N k"], Float32[Array, "N E"]]:
-        """(weights of the experts of each token, which they are, the probability of each to be chosen)."""
-        scores = jax.nn.softmax(logits) if self.kind == "softmax" else jax.nn.sigmoid(logits)
-        rank = scores if bias is None else scores + bias[None]
-        if self.groups > 1:
-            grouped = rank.reshape(len(rank), self.groups, -1)
-            best = jnp.sum(jax.lax.top_k(grouped, 2)[0], axis=-1)  # [N, groups]
-            chosen = jax.lax.top_k(best, self.open_groups)[1]
-            is_open = jnp.any(jax.nn.one_hot(chosen, self.groups, dtype=bool), axis=1)
-            rank = jnp.where(is_open[:, :, None], grouped, -jnp.inf).reshape(rank.shape)
-        expert = jax.lax.top_k(rank, self.chosen)[1]
-        weight = jnp.take_along_axis(scores, expert, axis=1)
-        if self.normalized:
-            weight = weight / (jnp.sum(weight, axis=1, keepdims=True) + 1e-20)
-        probability = scores if self.kind == "softmax" else scores / (jnp.sum(scores, axis=1, keepdims=True) + 1e-20)
-        return self.scale * weight, expert, probability
+    is_softmax = FAMILIES[c.family].router == "softmax"
+    scores = jax.nn.softmax(logits) if is_softmax else jax.nn.sigmoid(logits)
+    rank = scores if bias is None else scores + bias[None]
+    if c.n_group > 1:
+        grouped = rank.reshape(len(rank), c.n_group, -1)
+        best = jnp.sum(jax.lax.top_k(grouped, 2)[0], axis=-1)  # [N, groups]
+        chosen = jax.lax.top_k(best, c.topk_group)[1]
+        is_open = jnp.any(jax.nn.one_hot(chosen, c.n_group, dtype=bool), axis=1)
+        rank = jnp.where(is_open[:, :, None], grouped, -jnp.inf).reshape(rank.shape)
+    expert = jax.lax.top_k(rank, c.num_experts_per_tok)[1]
+    weight = jnp.take_along_axis(scores, expert, axis=1)
+    if c.norm_topk_prob:
+        weight = weight / (jnp.sum(weight, axis=1, keepdims=True) + 1e-20)
+    probability = scores if is_softmax else scores / (jnp.sum(scores, axis=1, keepdims=True) + 1e-20)
+    return c.routed_scaling_factor * weight, expert, probability
 
 
 def balance(counts: Float32[Array, "E"], chosen: int) -> Float32[Array, "E"]:
@@ -86,7 +78,7 @@ def balance(counts: Float32[Array, "E"], chosen: int) -> Float32[Array, "E"]:
 def mixture(
     x: Float[Array, "B T D"],
     weights: Mapping[str, Array | Int8Array],
-    router: Router,
+    c: ModelConfig,
     activation: Callable,
     is_real: Bool[Array, "B T"] | None,
 ) -> tuple[Float[Array, "B T D"], Load | None]:
@@ -96,14 +88,14 @@ def mixture(
       x: split over the mesh as "batch", "length", None.
       weights: of one layer: router [D, E] and, if it has one, expert_bias [E], both float32, gate_proj and up_proj
         [E, D, F], down_proj [E, F, D].
-      router, activation: how tokens choose, and what is applied to the gate.
+      c, activation: how tokens choose, and what is applied to the gate.
       is_real: tokens that count for the load; None: it is not wanted.
     """
 
     def on_chip(x, is_real, matrix, bias, *projections):
         shape, x = x.shape, x.reshape(-1, x.shape[-1])
         logits = jnp.matmul(x.astype(jnp.float32), matrix, precision="highest")
-        weight, expert, probability = router(logits, bias)
+        weight, expert, probability = route(logits, bias, c)
         load = None
         if is_real is not None:
             real = is_real.reshape(-1, 1).astype(jnp.float32)

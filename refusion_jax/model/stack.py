@@ -14,7 +14,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Bool, Float
 
 from refusion_jax.distributed.sharding import constrain
-from refusion_jax.model.experts import Load, Router, mixture
+from refusion_jax.model.experts import Load, mixture
 from refusion_jax.model.families import FAMILIES
 from refusion_jax.model.int8 import in_dtype, round_to
 from refusion_jax.model.layers import (
@@ -103,9 +103,6 @@ class Layers(nnx.Module):
         c, family = self.config, FAMILIES[self.config.family]
         activation = jax.nn.silu if "silu" in family.activation.values() else jax.nn.gelu
         query_scale = (c.head_dim / (c.query_pre_attn_scalar or c.head_dim)) ** 0.5
-        router = Router(
-            c.num_experts_per_tok, c.norm_topk_prob, family.router, c.n_group, c.topk_group, c.routed_scaling_factor
-        )
 
         def product(x, w, name, inputs=1):
             if self.outputs_first:
@@ -149,7 +146,7 @@ class Layers(nnx.Module):
             h = norm(x, w["mlp_norm"], c) if "mlp_norm" in w else x
             load = None
             if "router" in w:
-                routed, load = mixture(h, w, router, activation, is_real)
+                routed, load = mixture(h, w, c, activation, is_real)
                 h = routed + mlp(h, w, "shared_") if "shared_gate_proj" in w else routed
             else:
                 h = mlp(h, w)
