@@ -143,7 +143,7 @@ def test_every_requirement_has_a_range_and_is_used():
 def test_a_system_is_named_in_its_own_room_alone():
     """No shared room has the name of a system, a decoder or a section as a value: it asks the system."""
     systems = registry.systems().values()
-    named = {word for s in systems for word in (s.name, s.section.name, *s.decoders)} - {""}
+    named = {word for s in systems for word in (s.name, s.section, *s.decoders)} - {""}
     rooms = {f"systems.{system.name}" for system in systems}
     for path in MODULES:
         if any(name(path) == room or name(path).startswith(f"{room}.") for room in rooms):

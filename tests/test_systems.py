@@ -42,7 +42,7 @@ from refusion_jax.training.train_step import init_state, make_train_step, state_
 TRAINABLE = registry.trainable()
 DECODERS = list(registry.decoders())
 # Documents are followed by repeats of their EOS.
-PADDED = ["block_diffusion", *(name for name in TRAINABLE if "padding" in registry.systems()[name].section.keys)]
+PADDED = ["block_diffusion", *(name for name in TRAINABLE if "padding" in registry.systems()[name].keys)]
 RECORDED = ["refusion", "prompt_lookup", "d2f"]  # that tell of drafts and plans, or of one of them
 # Thorough where they compile for long: others of their kinds run, and so does a new system.
 LONG = "apd block_diffusion card conv d2f dense_plan dflash dream fast_dllm idlm llada2 llada2_edit pard".split()
@@ -302,7 +302,7 @@ def variants_of(name: str) -> list:
     A decoder without variants here is tried at the settings that it is measured at: a new system needs no edit.
     """
     system = registry.system_of(name)
-    trained = {key: own.default for key, own in system.section.keys.items()}
+    trained = {key: own.default for key, own in system.keys.items()}
     points = registry.find_decoder(name).settings.operating_points(16, trained)
     cases = [{}, *VARIANTS.get(name, points[1:])]
     marks = [pytest.mark.thorough] * (1 if name in SAME_PROGRAM else 2) + [pytest.mark.slow] * len(cases)

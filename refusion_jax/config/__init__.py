@@ -47,7 +47,7 @@ def help_texts(config: ml_collections.ConfigDict | None) -> dict[str, str]:
 def make_objective(config: ml_collections.ConfigDict, mask_id: int, eos_id: int = -1) -> Objective:
     """The objective that a config names, with its own keys."""
     system = find_system(config.objective)
-    values = {name: getattr(config[system.section.name], name) for name in system.section.keys}
+    values = {name: config[system.section][name] for name in system.keys}
     own = {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
     return system.objective(mask_id=mask_id, eos_id=eos_id, **own)
 
@@ -83,11 +83,9 @@ def check(c: ml_collections.ConfigDict) -> None:
         raise SettingError("config", key, _get(c, key), why)
 
     _check_keys(c)
-    system = find_system(c.objective)
     for name, key in keys_of(c.objective).items():
         key.check("config", name, _get(c, name))
-    if system.section.name:
-        system.section.check(c[system.section.name])
+    make_objective(c, mask_id=0)
     for name, (needed, has_effect) in _NEEDS.items():  # a config file may set what flags then leave without effect
         is_set = command.is_given(f"config.{name}") and _get(c, name) != keys()[name].default
         if is_set and not has_effect(c):

@@ -186,14 +186,14 @@ def keys() -> dict[str, Setting]:
     sections = {"mesh": _MESH, "model": _MODEL, "lora": _LORA, "data": _DATA, "eval": _EVAL, "checkpoint": _CHECKPOINT}
     sections |= {"guard": _GUARD}
     for system in systems().values():
-        if (name := system.section.name) in {*sections, *_TRAINING, "objective"}:
+        if (name := system.section) in {*sections, *_TRAINING, "objective"}:
             raise UserError(f"system {system.name!r}: {name!r}, its config section, is the name of a shared key")
-        sections |= {name: system.section.keys} if name else {}
+        sections |= {name: system.keys} if name else {}
     nested = {f"{section}.{name}": key for section, own in sections.items() for name, key in own.items()}
     return {"objective": objective} | _TRAINING | nested
 
 
 def keys_of(objective: str) -> dict[str, Setting]:
     """The keys that matter to one system: the shared ones and its own."""
-    others = {system.section.name for name, system in systems().items() if name != objective} - {""}
+    others = {system.section for name, system in systems().items() if name != objective} - {""}
     return {name: key for name, key in keys().items() if name.split(".")[0] not in others}

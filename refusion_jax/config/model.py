@@ -79,5 +79,5 @@ def model_config(
         eos_token_id=eos,
         mask_token_id=mask,
         shifted=system.objective.shifted,
-        block_size=config[system.section.name][key] if (key := system.section.block_key) else 0,
+        block_size=config[system.section][system.block_key] if system.block_key else 0,
     )

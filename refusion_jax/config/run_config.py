@@ -36,10 +36,10 @@ def check_same_run(
     if not (workdir / "config.json").exists():
         return []
     there, here = (flatten(json.loads(_as_written(c))) for c in (read_config(workdir), config))
-    own = find_system(config.objective).section
+    own = find_system(config.objective)
     for key in sorted(there.keys() - here.keys()):
         section, _, name = key.rpartition(".")
-        if section == own.name and (name not in own.former or own.former[name] != there[key]):
+        if section == own.section and (name not in own.former or own.former[name] != there[key]):
             raise UserError(
                 f"--workdir={workdir} holds a run of another version, with {key}={there[key]}, which this one does "
                 f"not have: go on with that version"

@@ -54,7 +54,7 @@ from refusion_jax.batch.batch import Batch, mean_over
 from refusion_jax.batch.masking import draw_levels, shuffle_documents
 from refusion_jax.batch.rows import Rows, join, next_in_row, row_index, text_positions
 from refusion_jax.batch.visibility import Pattern, Visibility
-from refusion_jax.cli.settings import declared, setting
+from refusion_jax.cli.settings import setting
 from refusion_jax.decoding import cache as kv
 from refusion_jax.decoding import settings as shared
 from refusion_jax.decoding.decoder import Continuer, FilledText
@@ -63,7 +63,7 @@ from refusion_jax.decoding.requests import Layout, Request
 from refusion_jax.model.families import Release
 from refusion_jax.model.shape import ModelConfig
 from refusion_jax.model.transformer import Transformer
-from refusion_jax.systems.interface import ConfigSection, Objective, System
+from refusion_jax.systems.interface import Objective, System
 
 _BLOCK = 32  # as in the paper
 
@@ -241,9 +241,9 @@ SYSTEM = System(
     objective=ComplementaryMasks,
     decoders={"block_diffusion": BlockByBlock},
     references={"block_diffusion": reference},
-    section=ConfigSection(
-        "block_diffusion", declared(ComplementaryMasks), former={"eps": 1e-3}, block_key="block_size"
-    ),
+    section="block_diffusion",
+    former={"eps": 1e-3},
+    block_key="block_size",
     releases=(
         Release(
             "Fast_dLLM_Qwen",

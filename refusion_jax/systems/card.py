@@ -46,14 +46,14 @@ from refusion_jax.batch.rows import (
     text_positions,
 )
 from refusion_jax.batch.visibility import CAUSAL, Pattern, Visibility
-from refusion_jax.cli.settings import declared, setting
+from refusion_jax.cli.settings import setting
 from refusion_jax.decoding import cache as kv
 from refusion_jax.decoding import settings as shared
 from refusion_jax.decoding.decoder import Continuer, FilledText
 from refusion_jax.decoding.reference import ReferenceDecoder
 from refusion_jax.decoding.requests import Layout, Request
 from refusion_jax.model.transformer import Transformer
-from refusion_jax.systems.interface import ConfigSection, Objective, System
+from refusion_jax.systems.interface import Objective, System
 
 
 @dataclasses.dataclass(frozen=True)
@@ -192,5 +192,6 @@ SYSTEM = System(
     objective=SoftTail,
     decoders={"card": CausalBlocks},
     references={"card": reference},
-    section=ConfigSection("card", declared(SoftTail), former={"own_mask": True}),
+    section="card",
+    former={"own_mask": True},
 )

@@ -45,7 +45,7 @@ from refusion_jax.batch.masking import PADDING, pad_answers
 from refusion_jax.batch.rows import Rows, document_start, per_document_sum, text_positions
 from refusion_jax.batch.visibility import BlockCausal, Pattern, Visibility
 from refusion_jax.cli.errors import SettingError
-from refusion_jax.cli.settings import declared, setting
+from refusion_jax.cli.settings import setting
 from refusion_jax.decoding import cache as kv
 from refusion_jax.decoding import settings as shared
 from refusion_jax.decoding.decoder import Decoder
@@ -54,17 +54,11 @@ from refusion_jax.decoding.requests import Layout, Request, most_new_tokens, rou
 from refusion_jax.model.shape import ModelConfig
 from refusion_jax.model.transformer import Transformer
 from refusion_jax.systems import masked
-from refusion_jax.systems.interface import ConfigSection, Objective, System
+from refusion_jax.systems.interface import Objective, System
 
 _BLOCK = 16  # as in the paper
 _IN_FLIGHT = 4  # blocks of one forward pass, at most
 _OPEN_AT, _FORCE_AT = 0.1, 0.95  # committed shares of the block before, as in the paper
-
-
-def check(section) -> None:
-    """Raises SettingError where the noise falls."""
-    if section.least > section.most:
-        raise SettingError("config", "d2f.least", section.least, f"must not exceed d2f.most={section.most}")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,6 +71,10 @@ class BlockForcing(Objective):
     padding: float = PADDING()
     least: float = setting(0.2, "least probability of masking a token, in the first block", above=0, at_most=1)
     most: float = setting(1.0, "highest probability of masking a token, in any block", above=0, at_most=1)
+
+    def __post_init__(self):
+        if self.least > self.most:
+            raise SettingError("config", "d2f.least", self.least, f"must not exceed d2f.most={self.most}")
 
     @property
     def pattern(self) -> Pattern:
@@ -259,5 +257,6 @@ SYSTEM = System(
     objective=BlockForcing,
     decoders={"d2f": Pipeline},
     references={"d2f": reference},
-    section=ConfigSection("d2f", declared(BlockForcing), check, block_key="block_length"),
+    section="d2f",
+    block_key="block_length",
 )

@@ -55,7 +55,7 @@ from refusion_jax.batch.batch import Batch, mean_over
 from refusion_jax.batch.rows import Rows, join, next_in_row, precedes_response, row_index, text_positions
 from refusion_jax.batch.visibility import CausalStreams, Visibility
 from refusion_jax.cli.errors import UserError
-from refusion_jax.cli.settings import declared, setting
+from refusion_jax.cli.settings import setting
 from refusion_jax.decoding import cache as kv
 from refusion_jax.decoding import sampling
 from refusion_jax.decoding.auxiliary import in_vocabulary
@@ -67,7 +67,7 @@ from refusion_jax.model.ragged import Ragged
 from refusion_jax.model.shape import READ_ALIKE
 from refusion_jax.model.transformer import Transformer, Wrapper
 from refusion_jax.systems import ar, pard
-from refusion_jax.systems.interface import ConfigSection, Objective, System
+from refusion_jax.systems.interface import Objective, System
 
 
 @dataclasses.dataclass(frozen=True)
@@ -198,7 +198,7 @@ SYSTEM = System(
     objective=DraftBlocks,
     decoders={"dflash": ReadAndDraft},
     references={"dflash": reference},
-    section=ConfigSection("dflash", declared(DraftBlocks)),
+    section="dflash",
     scoring=ar.SCORING,
     decodes=("ar",),
 )

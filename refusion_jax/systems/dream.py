@@ -38,13 +38,13 @@ from jaxtyping import Array, Bool, Float32, Int32, Key
 from refusion_jax.batch.batch import Batch
 from refusion_jax.batch.rows import Rows, decayed_sum, next_in_row, text_positions
 from refusion_jax.batch.visibility import Visibility
-from refusion_jax.cli.settings import declared, setting
+from refusion_jax.cli.settings import setting
 from refusion_jax.decoding.reference import ReferenceDecoder
 from refusion_jax.decoding.requests import Request, most_new_tokens
 from refusion_jax.model.families import Release
 from refusion_jax.model.transformer import Transformer
 from refusion_jax.systems import llada, masked
-from refusion_jax.systems.interface import ConfigSection, System
+from refusion_jax.systems.interface import System
 
 LAST_TIME = 1e-3  # the times of decoding run from 1 to this, as in the authors' code
 
@@ -157,7 +157,8 @@ SYSTEM = System(
     objective=ShiftedDiffusion,
     decoders={"dream": DenoiseOnSchedule},
     references={"dream": reference},
-    section=ConfigSection("dream", declared(ShiftedDiffusion), former={"eps": 1e-3}),
+    section="dream",
+    former={"eps": 1e-3},
     releases=(
         Release(
             "Dream",

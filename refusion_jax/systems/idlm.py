@@ -45,7 +45,7 @@ from jaxtyping import Array, Float32, Int32, Key
 from refusion_jax.batch.batch import Batch, mean_over
 from refusion_jax.batch.rows import Rows, join, next_in_row, precedes_response, text_positions
 from refusion_jax.batch.visibility import CausalStreams, Visibility
-from refusion_jax.cli.settings import declared, setting
+from refusion_jax.cli.settings import setting
 from refusion_jax.decoding import cache as kv
 from refusion_jax.decoding import sampling
 from refusion_jax.decoding import settings as shared
@@ -57,7 +57,7 @@ from refusion_jax.decoding.trajectory import tell
 from refusion_jax.model.families import Release
 from refusion_jax.model.shape import ModelConfig
 from refusion_jax.model.transformer import Transformer
-from refusion_jax.systems.interface import ConfigSection, Objective, System
+from refusion_jax.systems.interface import Objective, System
 
 _BLOCK = 3
 
@@ -195,7 +195,8 @@ SYSTEM = System(
     objective=AllMasked,
     decoders={"idlm": DraftAndCheck},
     references={"idlm": reference},
-    section=ConfigSection("idlm", declared(AllMasked), block_key="block_size"),
+    section="idlm",
+    block_key="block_size",
     # In the layout of SDAR, whose blocks are longer: 1, 2 or 3 masks in what they train.
     releases=tuple(
         Release("sdar", "qwen3", fixed={"block_size": n}, ignored=("fuse_cross_entropy",)) for n in (1, 2, 3)

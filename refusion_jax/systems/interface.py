@@ -20,7 +20,7 @@ from refusion_jax.batch.batch import Batch
 from refusion_jax.batch.rows import Rows
 from refusion_jax.batch.visibility import Pattern
 from refusion_jax.cli.errors import UserError
-from refusion_jax.cli.settings import Setting
+from refusion_jax.cli.settings import Setting, declared
 from refusion_jax.decoding.decoder import Decoder
 from refusion_jax.decoding.requests import Request
 from refusion_jax.model.families import Release
@@ -118,17 +118,6 @@ class Scoring:
 
 
 @dataclasses.dataclass(frozen=True)
-class ConfigSection:
-    """A system's own section of the config."""
-
-    name: str = ""  # empty: it has none
-    keys: Mapping[str, Setting] = dataclasses.field(default_factory=dict)
-    check: Callable[[Any], None] = lambda section: None  # raises SettingError for values that do not fit together
-    former: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # keys that are gone -> the value still used
-    block_key: str = ""  # the key with the number of tokens that are denoised together, if that is one
-
-
-@dataclasses.dataclass(frozen=True)
 class Claim:
     """A claim about a system against another one, of its paper or a goal; `bench headline` prints whether it holds."""
 
@@ -148,7 +137,9 @@ class System:
     objective: type[Objective] | None  # None: it only decodes models of others
     decoders: Mapping[str, type[Decoder]]  # by name; the first is the default
     references: Mapping[str, Callable[[Transformer, Request], dict]]
-    section: ConfigSection = ConfigSection()
+    section: str = ""  # of the config, with the settings of the objective as keys; empty: it has none
+    former: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # keys that are gone -> the value still used
+    block_key: str = ""  # the key with the number of tokens that are denoised together, if that is one
     decodes: tuple[str, ...] = ()  # other systems whose models its decoders serve; PLAIN in one system
     scoring: Scoring | None = None  # None: the likelihood of texts is not known
     releases: tuple[Release, ...] = ()  # models of its authors that `load_model` reads
@@ -156,10 +147,10 @@ class System:
     custom_generate: Path | None = None  # directory of a decoder in PyTorch that exports for transformers carry
     is_default: bool = False  # whether it is trained by default; true for one system
 
-    def objective_by_default(self) -> Objective:
-        """Its objective, with the default of every key."""
-        make: Any = self.objective  # of which only the subclass says what it takes
-        return make(mask_id=0, **{name: key.default for name, key in self.section.keys.items()})
+    @property
+    def keys(self) -> dict[str, Setting]:
+        """The keys of its section."""
+        return declared(self.objective) if self.objective else {}
 
 
 def train_flops_per_row(objective: Objective, model: ModelConfig, row_length: int) -> float:

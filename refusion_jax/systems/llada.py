@@ -37,14 +37,14 @@ from refusion_jax.batch.batch import Batch, count_documents
 from refusion_jax.batch.masking import PADDING, SHUFFLE, draw_masks, pad_answers, shuffle_documents
 from refusion_jax.batch.rows import Rows, per_document_sum, text_positions
 from refusion_jax.batch.visibility import BIDIRECTIONAL, Pattern, Visibility
-from refusion_jax.cli.settings import declared, setting
+from refusion_jax.cli.settings import setting
 from refusion_jax.decoding.reference import ReferenceDecoder
 from refusion_jax.decoding.requests import Request
 from refusion_jax.decoding.sampling import put
 from refusion_jax.model.families import Release
 from refusion_jax.model.transformer import Transformer
 from refusion_jax.systems import masked
-from refusion_jax.systems.interface import ConfigSection, Objective, ScoredText, ScoredTokens, Scoring, System
+from refusion_jax.systems.interface import Objective, ScoredText, ScoredTokens, Scoring, System
 
 
 @dataclasses.dataclass(frozen=True)
@@ -224,7 +224,8 @@ SYSTEM = System(
     objective=MaskedDiffusion,
     decoders={"llada": Denoise},
     references={"llada": reference},
-    section=ConfigSection("llada", declared(MaskedDiffusion), former={"eps": 1e-3}),
+    section="llada",
+    former={"eps": 1e-3},
     decodes=("r2ft",),
     scoring=SCORING,
     releases=(RELEASE,),

@@ -36,9 +36,9 @@ from refusion_jax.batch.batch import Batch, count_documents
 from refusion_jax.batch.masking import draw_masks
 from refusion_jax.batch.rows import Rows, document_start, join, keys_for, per_document_sum, text_positions
 from refusion_jax.batch.visibility import Pattern, Visibility
-from refusion_jax.cli.settings import declared, setting
+from refusion_jax.cli.settings import setting
 from refusion_jax.systems import llada
-from refusion_jax.systems.interface import ConfigSection, Objective, System
+from refusion_jax.systems.interface import Objective, System
 
 
 @dataclasses.dataclass(frozen=True)
@@ -119,6 +119,7 @@ SYSTEM = System(
     objective=RejectRepetition,
     decoders={},
     references={},
-    section=ConfigSection("r2ft", declared(RejectRepetition), former={"eps": 1e-3, "gamma": 0.0}),
+    section="r2ft",
+    former={"eps": 1e-3, "gamma": 0.0},
     scoring=llada.SCORING,
 )

@@ -32,7 +32,7 @@ def register(system: System) -> System:
     One that was registered by this name, with the same config section, is replaced: a cell of a notebook is run again.
     """
     others = systems()
-    if system.name in _registered and others[system.name].section.name == system.section.name:
+    if system.name in _registered and others[system.name].section == system.section:
         del others[system.name]
     if system not in others.values():
         _check(system, others.values())
@@ -80,8 +80,8 @@ def _check(system: System, others: Iterable[System]) -> None:
     for other in others:
         if other.name == system.name or (set(other.decoders) & set(system.decoders)):
             raise UserError(f"{name}: {other.name!r} has this name or one of its decoders' already")
-        if (section := system.section.name) and other.section.name == section:
-            raise UserError(f"{name}: {other.name!r} has the config section {section!r} already")
+        if system.section and other.section == system.section:
+            raise UserError(f"{name}: {other.name!r} has the config section {system.section!r} already")
         for key, kind in _kinds(system).items():
             if (known := _kinds(other).get(key, kind)) is not kind:
                 types = f"of type {kind.__name__}, and that of {other.name!r} of type {known.__name__}"
@@ -90,15 +90,10 @@ def _check(system: System, others: Iterable[System]) -> None:
 
 def _missing(system: System) -> Iterator[tuple[str, str]]:
     """(part of a system, what the protocol asks of it and it does not have)."""
-    if system.section.keys and not system.section.name:
-        yield "its config section", "name"
     if system.objective:
         yield from _lacking("its objective", system.objective, Objective)
-        keys, fields = {*system.section.keys}, {field.name for field in dataclasses.fields(system.objective)}
-        for key in sorted(keys - fields):
-            yield "its objective", f"field {key!r}, a key of its config section"
-        for key in sorted({*declared(system.objective)} - keys):
-            yield "its config section", f"key {key!r}, a setting of its objective"
+    if system.keys and not system.section:
+        yield "its config section", "name"
     for name, decoder in system.decoders.items():
         part = f"its decoder {name!r}"
         yield from _lacking(part, decoder, Decoder)
@@ -189,5 +184,5 @@ def default_decoder(objective: str) -> str:
 
 def loss_term_names() -> list[str]:
     """Names of the loss terms of all systems."""
-    objectives = [system.objective_by_default() for system in systems().values() if system.objective]
+    objectives = [system.objective(mask_id=0) for system in systems().values() if system.objective]
     return list(dict.fromkeys(term for objective in objectives for term in objective.coefficients))

@@ -44,7 +44,7 @@ from refusion_jax.batch.batch import Batch, mean_over
 from refusion_jax.batch.masking import draw_levels
 from refusion_jax.batch.rows import Rows, join, next_in_row, precedes_response, row_index, text_positions
 from refusion_jax.batch.visibility import CausalStreams, Visibility
-from refusion_jax.cli.settings import declared, setting
+from refusion_jax.cli.settings import setting
 from refusion_jax.decoding import cache as kv
 from refusion_jax.decoding import settings as shared
 from refusion_jax.decoding.decoder import Continuer, FilledText
@@ -53,7 +53,7 @@ from refusion_jax.decoding.requests import Layout, Request, most_new_tokens
 from refusion_jax.decoding.sampling import run_length
 from refusion_jax.model.families import Release
 from refusion_jax.model.transformer import Transformer
-from refusion_jax.systems.interface import ConfigSection, Objective, System
+from refusion_jax.systems.interface import Objective, System
 
 
 @dataclasses.dataclass(frozen=True)
@@ -190,7 +190,8 @@ SYSTEM = System(
     objective=ReorderedBlocks,
     decoders={"wedlm": SlidingWindow},
     references={"wedlm": reference},
-    section=ConfigSection("wedlm", declared(ReorderedBlocks), former={"eps": 1e-3}),
+    section="wedlm",
+    former={"eps": 1e-3},
     releases=(
         Release("wedlm", "qwen2", defaults=_MASK, fixed={"qk_norm": False, "attention_bias": True}),
         Release("wedlm", "qwen3", defaults=_MASK, fixed={"qk_norm": True, "attention_bias": False}),

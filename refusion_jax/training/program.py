@@ -68,9 +68,9 @@ def train_program(config: ml_collections.ConfigDict, shape: ModelConfig, mesh: M
     backend = backend_for(platform, config.row_length // mesh.shape["sequence"], config.model.head_dim, config.dtype)
 
     lora, objective = read_lora(config.lora), make_objective(config, shape.mask_token_id, shape.eos_token_id)
-    section = find_system(config.objective).section
-    if "reads" in section.keys and not objective.reads:
-        raise SettingError("config", f"{section.name}.reads", "", "name the run or model that is read")
+    system = find_system(config.objective)
+    if "reads" in system.keys and not objective.reads:
+        raise SettingError("config", f"{system.section}.reads", "", "name the run or model that is read")
     read = read_model_config(epath.Path(objective.reads)) if objective.reads else None
 
     def build(rngs: nnx.Rngs) -> Transformer:

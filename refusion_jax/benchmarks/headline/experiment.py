@@ -191,7 +191,7 @@ class Experiment:
         return [Point(name, point) for name, settings in decoders.items() for point in settings.operating_points(*own)]
 
     def _trained(self, system: str) -> dict[str, Any]:
-        section = systems()[system].section.name
+        section = systems()[system].section
         return self.config[section].to_dict() if section else {}
 
     def held_out(self) -> tuple[list[Problem], list[Problem]]:

@@ -4,12 +4,11 @@ import dataclasses
 import functools
 from pathlib import Path
 
-from refusion_jax.cli.settings import declared
 from refusion_jax.systems import ar
 from refusion_jax.systems.dense.drafting import Drafting
 from refusion_jax.systems.dense.objective import DenseSlots
 from refusion_jax.systems.dense.planning import PlanAlone
-from refusion_jax.systems.interface import ConfigSection, ScoredText, ScoredTokens, Scoring, System
+from refusion_jax.systems.interface import ScoredText, ScoredTokens, Scoring, System
 from refusion_jax.systems.refusion import CLAIMS
 from refusion_jax.systems.refusion.likelihood import slot_scoring
 from refusion_jax.systems.refusion.reference import plan_and_infill
@@ -34,7 +33,7 @@ SYSTEM = System(
     objective=DenseSlots,
     decoders={"dense": Drafting, "dense_plan": PlanAlone},
     references={"dense": ar.reference, "dense_plan": functools.partial(plan_and_infill, plans_alone=True)},
-    section=ConfigSection("dense", declared(DenseSlots)),
+    section="dense",
     scoring=Scoring(scoring_forward),
     claims=CLAIMS,  # no paper claims them of it: they are goals
     custom_generate=Path(__file__).parent / "custom_generate",

@@ -3,10 +3,9 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-from refusion_jax.cli.settings import declared
 from refusion_jax.decoding.requests import Request
 from refusion_jax.model.shape import ModelConfig
-from refusion_jax.systems.interface import Claim, ConfigSection, Scoring, System
+from refusion_jax.systems.interface import Claim, Scoring, System
 from refusion_jax.systems.refusion.authors import ThresholdInfill
 from refusion_jax.systems.refusion.decoder import ExactInfill
 from refusion_jax.systems.refusion.likelihood import slot_scoring
@@ -35,7 +34,7 @@ SYSTEM = System(
     objective=SlotDiffusion,
     decoders={"refusion": PlanAndInfill, "sequential": Sequential},
     references={"refusion": plan_and_infill, "sequential": one_by_one},
-    section=ConfigSection("slots", declared(SlotDiffusion)),
+    section="slots",
     scoring=Scoring(slot_scoring),
     claims=CLAIMS,
     custom_generate=Path(__file__).parent / "custom_generate",
