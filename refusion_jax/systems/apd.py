@@ -29,19 +29,17 @@ import dataclasses
 from collections.abc import Sequence
 from typing import ClassVar, Self
 
-import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import struct
 from jaxtyping import Array, Key
 
 from refusion_jax.cli.settings import setting
 from refusion_jax.decoding import cache as kv
 from refusion_jax.decoding import settings as shared
 from refusion_jax.decoding.auxiliary import in_vocabulary
-from refusion_jax.decoding.decoder import Decoder
+from refusion_jax.decoding.decoder import Continuer, FilledText
 from refusion_jax.decoding.reference import ReferenceDecoder
-from refusion_jax.decoding.requests import Layout, Places, Request, most_new_tokens, text_capacity
+from refusion_jax.decoding.requests import Layout, Request, most_new_tokens, text_capacity
 from refusion_jax.decoding.sampling import mask_logits, run_length, sample
 from refusion_jax.decoding.trajectory import tell
 from refusion_jax.model.shape import ModelConfig
@@ -65,20 +63,11 @@ class CheckedSettings(shared.Settings):
     lookahead: int = setting(200, "Places that are drafted at once", scope="compiled", at_least=1, at_most=2**24)
 
 
-@struct.dataclass
-class State(masked.MaskedText):
-    """The state of the decoding loop."""
-
-    cache: kv.Cache  # of the verifier: all tokens but the last
-
-
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class DraftAndAgree(Decoder):
-    """The decoder with its compiled sizes."""
+class DraftAndAgree(Continuer):
+    """The decoder with its compiled sizes; the cache is the verifier's, of all tokens but the last."""
 
     settings: ClassVar[type[CheckedSettings]] = CheckedSettings
-    copies_prefix: ClassVar[bool] = True
-    fills_gaps: ClassVar[bool] = False  # the verifier does not see the text after a gap
 
     lookahead: int  # K
     shifted: bool
@@ -86,48 +75,37 @@ class DraftAndAgree(Decoder):
     @classmethod
     def for_requests(cls, requests: Sequence[Request], model: ModelConfig) -> Self:
         C, K = text_capacity(requests), min(requests[0].settings.lookahead, most_new_tokens(requests))
-        sizes = {"width": C, "lookahead": K, "shifted": model.shifted}
-        return cls.sized(requests, model, **sizes, cache_length=C + K)  # of the verifier, drafts included
+        return cls.sized(requests, model, width=C, lookahead=K, shifted=model.shifted, cache_length=C + K)
 
-    def lay_out(self, requests: Sequence[Request]) -> Layout:
-        return Layout.of(requests, self.width, Places.of(requests, self.new_tokens))
-
-    def init(self, model: Transformer, layout: Layout, keys: Key[Array, "B"]) -> State:
-        given = layout.given
-        room = jax.tree.map(lambda x: jnp.pad(x, ((0, 0), (0, self.lookahead))), (given.tokens, given.positions))
-        cache = kv.prefill(model.verifier, given.replace(tokens=room[0], positions=room[1]), self.chunk)
-        cache = kv.commit(cache, jnp.full_like(given.length, -1))
-        return State.start_text(layout, keys, self.lookahead, self.ids.mask_id, cache=cache)
+    def init(self, model: Transformer, layout: Layout, keys: Key[Array, "B"]) -> FilledText:
+        cache, _ = kv.prefill_but_last(model.verifier, layout.given, self.chunk)
+        return FilledText.start_text(layout, keys, self.lookahead, self.ids.mask_id, cache=cache)
 
     def scored(self, model: Transformer, rows: int) -> int:
-        return super().scored(model, rows) * self.lookahead // self.width
+        return super().scored(model, rows) * self.lookahead // self.new_tokens
 
-    def step(self, model: Transformer, s: State) -> State:
+    def step(self, model: Transformer, s: FilledText) -> FilledText:
         """One forward of the model over the text and the masks ahead, and one of the verifier over the drafts."""
-        given, done, K = s.first, s.record.count, self.lookahead
-        w = masked.window(s, self.ids, K, done, jnp.minimum(s.places.count - done, K))
-        ahead = s.replace(length=given + done + jnp.sum(w.is_in, axis=1))
-        logits = masked.denoise(model, ahead, w.position, self.shifted)
-        drafter = s.propose(logits, w.position, w.masked, self.ids)
+        K, first = self.lookahead, s.places.position[:, 0] + s.record.count
+        at = first[:, None] + jnp.arange(K)[None]  # [B, K]
+        is_mask = at < s.length[:, None]
+        ahead = s.replace(text=s.text[:, : self.width], length=jnp.minimum(first + K, s.length))
+        drafter = s.propose(masked.denoise(model, ahead, at, self.shifted), at, is_mask, self.ids)
         drafts = drafter.token
-        tell(drafts, w.position, w.masked)
+        tell(drafts, at, is_mask)
 
-        last = jnp.take_along_axis(s.text, (given + done - 1)[:, None], axis=1)
+        last = jnp.take_along_axis(s.text, first[:, None] - 1, axis=1)
         fed = jnp.concatenate([last, drafts[:, :-1]], axis=1)
-        logits, cache = kv.extend(model.verifier, s.cache, fed, w.position - 1)
+        logits, cache = kv.extend(model.verifier, s.cache, fed, at - 1)
         share = s.settings.drafter_weight[:, None, None]
         verifier = in_vocabulary(logits, drafter.real.shape[2])
         blended = jnp.where(drafter.real > -jnp.inf, share * drafter.real + (1 - share) * verifier, -jnp.inf)
-        _, choosable = mask_logits(blended, s.places.may_end(w.position), self.ids)
-        targets = sample(choosable, w.masked, s.forward_keys, w.position, s.settings)  # with the noise of the drafts
+        _, choosable = mask_logits(blended, s.places.may_end(at), self.ids)
+        targets = sample(choosable, is_mask, s.forward_keys, at, s.settings)  # with the noise of the drafts
 
-        agrees = w.masked & (targets == drafts)
-        prefix = jnp.maximum(run_length(agrees), 1)[:, None]
-        offset = jnp.arange(K)[None]
-        is_eos = w.masked & (drafts == self.ids.eos_id)
-        after_eos = jnp.cumsum(is_eos, axis=1) - is_eos > 0
-        after = masked.commit(s, w, drafts, (offset < prefix) & ~after_eos, self.ids)
-        return after.replace(cache=kv.commit(cache, after.record.count - done))
+        prefix = jnp.maximum(run_length(is_mask & (targets == drafts)), 1)[:, None]
+        after = s.fill(cache, is_mask & (at < first[:, None] + prefix), drafts, at, self.ids)
+        return after.replace(cache=kv.commit(cache, after.record.count - s.record.count))
 
 
 def reference(model: Transformer, request: Request) -> dict:

@@ -200,9 +200,8 @@ class Pipeline(Decoder):
         is_best = jnp.argmax(p, axis=2)[:, :, None] == jnp.arange(K)[None, None]
         share = 1 - jnp.pad(before[:, :-1], ((0, 0), (1, 0))) / K  # committed share of the block before each one
         is_forced = (share >= _FORCE_AT) & ~jnp.any(sure, axis=2)
-        after = masked.commit(
-            s, w, proposal.token, (sure | (is_best & is_forced[:, :, None])).reshape(w.masked.shape), self.ids
-        )
+        chosen = (sure | (is_best & is_forced[:, :, None])).reshape(w.masked.shape)
+        after = masked.commit(s, w, proposal.token, chosen, self.ids, s.active)
 
         done = jnp.cumprod(before == 0, axis=1) * (jnp.arange(F // K)[None] < (opened - cached)[:, None])
         finished = jnp.where(s.active, jnp.sum(done, axis=1), 0)

@@ -198,7 +198,7 @@ def commit(
     chosen: Int32[Array, "B K"],
     committed: Bool[Array, "B K"],
     ids: TokenIds,
-    took_part: Bool[Array, "B"] | None = None,
+    took_part: Bool[Array, "B"],
 ) -> MaskedText:
     """The state once some masks of a window are committed; a row whose answer is complete becomes inactive.
 
@@ -207,9 +207,8 @@ def commit(
       chosen: a token for each of its places.
       committed: which of them to commit; places that are not masked are ignored.
       ids: of the special tokens.
-      took_part: the active rows that this forward served; by default all active rows.
+      took_part: the active rows that this forward served.
     """
-    took_part = s.active if took_part is None else took_part
     committed = committed & w.masked & took_part[:, None]
     text = put(s.text, jnp.where(committed, w.position, s.text.shape[1]), chosen)
     return s.replace(
