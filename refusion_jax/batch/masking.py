@@ -19,11 +19,6 @@ PADDING = functools.partial(
     setting, 0.3, "share of documents replaced by padding of the one before, so that a model learns where answers end",
     at_least=0, below=1,
 )  # fmt: skip
-# The config key of `shuffle_documents`, for systems that pad answers and can do without it.
-SHUFFLE = functools.partial(
-    setting, False, "whether documents of a row are put into a random order before some are replaced by padding: the "
-    "longest, which stand first, are then padded as the others are, and a model learns where they end, in more steps",
-)  # fmt: skip
 
 
 def shuffle_documents(rows: Rows, keys: Key[Array, "B"]) -> Rows:

@@ -26,7 +26,7 @@ from refusion_jax.decoding.decoder import Decoder, RowState
 from refusion_jax.decoding.memory import REFILL, admissions, check_memory, room_besides
 from refusion_jax.decoding.prefixes import Newcomers, newcomers
 from refusion_jax.decoding.requests import Answer, Request, SharedPrefix, read_answer
-from refusion_jax.decoding.sampling import Record, count_drafts
+from refusion_jax.decoding.sampling import Record, count_drafts, select
 from refusion_jax.decoding.trajectory import Trajectory, collect
 from refusion_jax.distributed.processes import fetch
 from refusion_jax.distributed.sharding import constrain, make_mesh, shard_count
@@ -267,7 +267,8 @@ def _empty(compiled: StaticArguments, params, layout, rows: int) -> RowState:
     layout = jax.tree.map(lambda x: jnp.zeros((rows, *x.shape[1:]), x.dtype), layout)
     keys = jax.random.split(jax.random.key(0), rows)
     model = nnx.merge(compiled.graphdef, params)
-    return _placed(jax.tree.map(_zeros, jax.eval_shape(lambda: compiled.decoder.init(model, layout, keys))))
+    like = jax.eval_shape(lambda: compiled.decoder.init(model, layout, keys))
+    return _placed(jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), like))
 
 
 @functools.partial(jax.jit, static_argnames="compiled", donate_argnames=("state", "store"))
@@ -332,17 +333,9 @@ def _release(state: RowState, ended: jax.Array) -> RowState:
     """Clears the rows where `ended` [B] is true, but for their keys and values."""
 
     def clear(axis, x):
-        if axis or jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key):
-            return x
-        return jnp.where(ended.reshape(-1, *(1,) * (x.ndim - 1)), jnp.zeros_like(x), x)
+        return x if axis else select(ended, jnp.zeros_like(x), x)
 
     return _placed(_by_batch_axis(clear, state))
-
-
-def _zeros(x: jax.ShapeDtypeStruct) -> jax.Array:
-    if jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key):
-        return jax.random.split(jax.random.key(0), x.shape)
-    return jnp.zeros(x.shape, x.dtype)
 
 
 def _by_batch_axis(function, state: RowState, *others: RowState) -> RowState:

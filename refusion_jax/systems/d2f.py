@@ -186,7 +186,7 @@ class Pipeline(Decoder):
         w = masked.window(s, self.ids, F, cached * K, jnp.full_like(cached, F))
         before = jnp.sum(w.masked.reshape(len(cached), F // K, K), axis=2)  # [B, W] masks of blocks, open or not
         opened = self._open(s, cached, before)
-        w = w.replace(masked=w.masked & (jnp.arange(F)[None] < ((opened - cached) * K)[:, None]))
+        w = w._replace(masked=w.masked & (jnp.arange(F)[None] < ((opened - cached) * K)[:, None]))
 
         index = s.cache.length[:, None] + jnp.arange(F)[None]
         tokens = jnp.take_along_axis(s.text, jnp.minimum(index, s.text.shape[1] - 1), axis=1)

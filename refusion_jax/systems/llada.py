@@ -34,7 +34,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float32, Int32, Key
 
 from refusion_jax.batch.batch import Batch, count_documents
-from refusion_jax.batch.masking import PADDING, SHUFFLE, draw_masks, pad_answers, shuffle_documents
+from refusion_jax.batch.masking import PADDING, draw_masks, pad_answers, shuffle_documents
 from refusion_jax.batch.rows import Rows, per_document_sum, text_positions
 from refusion_jax.batch.visibility import BIDIRECTIONAL, Pattern, Visibility
 from refusion_jax.cli.settings import setting
@@ -55,7 +55,11 @@ class MaskedDiffusion(Objective):
     pattern: ClassVar[Pattern] = BIDIRECTIONAL
 
     padding: float = PADDING()
-    shuffle: bool = SHUFFLE()
+    shuffle: bool = setting(
+        False, "whether documents of a row are put into a random order before some are replaced by padding: the "
+        "longest, which stand first, are then padded as the others are, and a model learns where they end, in more "
+        "steps",
+    )  # fmt: skip
 
     def corrupt(self, rows: Rows, keys: Key[Array, "B"]) -> Batch:
         """Masks response tokens, with one probability per document."""

@@ -13,7 +13,7 @@ import abc
 import dataclasses
 import functools
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, NamedTuple, Self
 
 import jax
 import jax.numpy as jnp
@@ -54,12 +54,10 @@ class MaskedText(RowState):
         return self.length - self.places.count
 
 
-@struct.dataclass
-class Window:
-    """Consecutive places to decode, in text order."""
+class Window(NamedTuple):
+    """Consecutive places to decode, in text order, padded."""
 
     position: Int32[Array, "B K"]  # in the text
-    is_in: Bool[Array, "B K"]  # the other entries are padding
     masked: Bool[Array, "B K"]  # in the window and not yet committed
 
 
@@ -171,8 +169,8 @@ def evenly(masks: int, steps: int) -> list[int]:
 
 def block_length(s: MaskedText) -> Int32[Array, "B"]:
     """Tokens of the blocks of each row; all that it decodes where the setting is 0."""
-    own, count = s.settings.block_length, s.places.count
-    return jnp.maximum(jnp.where(own > 0, own, count), 1)
+    own = s.settings.block_length
+    return jnp.where(own > 0, own, s.places.count)
 
 
 def window(s: MaskedText, ids: TokenIds, size: int, first: Int32[Array, "B"], length: Int32[Array, "B"]) -> Window:
@@ -182,8 +180,7 @@ def window(s: MaskedText, ids: TokenIds, size: int, first: Int32[Array, "B"], le
     is_in = (offset < length[:, None]) & (at < places.count[:, None])
     at = jnp.minimum(at, places.position.shape[1] - 1)
     position = jnp.take_along_axis(places.position, at, axis=1)
-    masked = is_in & (jnp.take_along_axis(s.text, position, axis=1) == ids.mask_id)
-    return Window(position, is_in, masked)
+    return Window(position, is_in & (jnp.take_along_axis(s.text, position, axis=1) == ids.mask_id))
 
 
 def ranks(confidence: Float32[Array, "B K"], w: Window) -> Int32[Array, "B K"]:

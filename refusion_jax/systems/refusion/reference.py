@@ -12,7 +12,7 @@ import numpy as np
 from refusion_jax.decoding.reference import ReferenceDecoder
 from refusion_jax.decoding.requests import Request
 from refusion_jax.model.transformer import Transformer
-from refusion_jax.systems.refusion.canvas import ranks
+from refusion_jax.systems.refusion.canvas import ranks, slots_a_block, slots_of
 from refusion_jax.systems.refusion.settings import CONFIDENCE
 
 Fed = list[tuple[int, int]]  # (token, place in the text)
@@ -23,10 +23,7 @@ class CommittedText:
 
     def __init__(self, model: Transformer, request: Request):
         self.plain, self.tokens, self.places, self.seen = ReferenceDecoder(model, request), [], [], []
-        K = request.settings.slot_size
-        self.slots = [
-            range(i, min(i + K, at + length)) for at, length in request.gaps for i in range(at, at + length, K)
-        ]
+        self.slots = slots_of(request)
         self.commit([(token, place) for place, token in self.plain.given.items()])
         self.given = len(self.tokens)
 
@@ -74,7 +71,7 @@ def plan_and_infill(model: Transformer, request: Request, plans_alone: bool = Fa
     mask, eos, above = text.plain.ids.mask_id, text.plain.ids.eos_id, text.plain.above
     infill = {"exact": infill_exactly, "threshold": infill_by_threshold}[s.infill]
     turn = dict(zip(text.slots, ranks(request), strict=True))
-    per_block = -(-len(text.slots) // s.serial_blocks)
+    per_block = slots_a_block(request)
     for first in range(0, len(text.slots), per_block):
         slots = text.slots[first : first + per_block]
         while slots:
