@@ -43,6 +43,7 @@ from refusion_jax.decoding.sampling import mask_logits, put, run_length, sample
 from refusion_jax.decoding.trajectory import tell
 from refusion_jax.distributed.processes import fetch
 from refusion_jax.distributed.sharding import sharding
+from refusion_jax.model.shape import ModelConfig
 from refusion_jax.model.transformer import Transformer
 
 _REACH = 8  # N, at least: with `{"key": "` in byte pairs three or four tokens are forced at a time
@@ -71,8 +72,8 @@ class Constrained(Continuer):
     from_masks: bool  # whether a mask predicts the first token of a slot
 
     @classmethod
-    def of(cls, decoder: Decoder, requests: Sequence[Request]) -> Self:
-        """The decoder of requests from `prepare` with grammars, from the one that serves them without.
+    def of(cls, decoder: type[Decoder], requests: Sequence[Request], model: ModelConfig) -> Self:
+        """The decoder of requests from `prepare` with grammars, where another one serves them without.
 
         Raises:
           UserError: where the decoder's models have no next token, or a request has gaps or no grammar.
@@ -92,16 +93,8 @@ class Constrained(Continuer):
         size, from_masks = s.slot_size, decoder.next_token == SLOT_MASK
         reach = -(-_REACH // size) * size
         width = reach + (-(-reach // size) * size if from_masks or size > 1 else 0)
-        return cls(
-            ids=decoder.ids,
-            width=width,
-            new_tokens=decoder.new_tokens,
-            cache_length=text_capacity(requests) + width,
-            chunk=decoder.chunk,
-            reach=reach,
-            slot_size=size,
-            from_masks=from_masks,
-        )
+        own = {"reach": reach, "slot_size": size, "from_masks": from_masks}
+        return cls.sized(requests, model, width=width, cache_length=text_capacity(requests) + width, **own)
 
     def init(self, model: Transformer, layout: Layout, keys: Key[Array, "B"]) -> State:
         cache, last = kv.prefill_but_last(model, layout.given, self.chunk)

@@ -180,5 +180,6 @@ def decoder_for(requests: Sequence[Request], model: ModelConfig) -> Decoder:
         if request.template and not decoder.fills_gaps:
             why = "only writes after what is given; it cannot fill templates"
             raise UserError(f"{request.name}: the decoder {settings.method!r} {why}")
-    own = decoder.for_requests(requests, model)
-    return own if all(request.grammar is None for request in requests) else Constrained.of(own, requests)
+    if any(request.grammar is not None for request in requests):
+        return Constrained.of(decoder, requests, model)
+    return decoder.for_requests(requests, model)
