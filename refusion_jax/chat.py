@@ -26,7 +26,7 @@ from absl import flags
 from etils import epath
 from rich.console import Console
 
-from refusion_jax.checkpoints.load import choose_method, load_for, load_tokenizer, read_model_config
+from refusion_jax.checkpoints.load import chosen_settings, load_for, load_tokenizer, read_model_config
 from refusion_jax.cli import command
 from refusion_jax.cli.errors import Failure, UserError, first_line
 from refusion_jax.cli.settings import declared, scope
@@ -39,14 +39,14 @@ from refusion_jax.distributed.sharding import make_mesh
 from refusion_jax.serving.engine import Engine, sized
 from refusion_jax.serving.jobs import Job
 from refusion_jax.serving.terminal import Screen, printable
-from refusion_jax.systems.api import DecodeSettings, all_settings, check_settings, read_settings
+from refusion_jax.systems.api import all_settings, own_settings, read_settings
 
 _CHECKPOINT = flags.DEFINE_string("checkpoint", None, command.CHECKPOINT)
 _CACHE = flags.DEFINE_string("compilation_cache", None, command.COMPILED)
 _DTYPE = flags.DEFINE_enum("dtype", "float32", ["float32", "bfloat16"], "Of weights, cache and computation")
 _TENSOR = flags.DEFINE_integer("mesh.tensor", 1, "Split heads and weights over this many devices", lower_bound=1)
 _OWN = {name: own for name, own in all_settings().items() if name != "batch_size"}
-_SETTINGS = command.define_settings(_OWN, defaults={"max_new_tokens": 256, "cache_length": 4096})
+command.define_settings(_OWN, defaults={"max_new_tokens": 256, "cache_length": 4096})
 _ROOM = 4096  # tokens of prompt and answer: the cache takes memory, and on a CPU time, for each
 _HELP = """\
 /settings           shows the settings of decoding
@@ -89,10 +89,9 @@ class Chat:
         if not pairs:
             raise UserError("/set: needs NAME=VALUE; /settings shows the names")
         changes = read_settings(pairs, "/set")
-        check_settings(self._settings.method, changes)
+        changed = own_settings(self._settings.method, vars(self._settings) | changes)
         for name in sorted(changes.keys() - scope(type(self._settings), "row")):
             raise UserError(f"/set {name}: is compiled in; start again with --decode.{name}={changes[name]}")
-        changed = type(self._settings)(**vars(self._settings) | changes)
         self._engine.check(Request([self._eos_id], settings=changed, name="/set"))
         self._settings = changed
 
@@ -144,11 +143,10 @@ class Chat:
 def main() -> None:
     if _CHECKPOINT.value is None:
         raise UserError("--checkpoint=DIR is needed; --help explains")
-    checkpoint, given = epath.Path(_CHECKPOINT.value), command.given(_SETTINGS)
-    given["method"] = choose_method(checkpoint, given.get("method"))
-    check_settings(given["method"], given)
+    checkpoint = epath.Path(_CHECKPOINT.value)
+    settings = chosen_settings(checkpoint, command.given())
     config, tokenizer = read_model_config(checkpoint), load_tokenizer(checkpoint)
-    settings = sized(DecodeSettings(**given), config, _ROOM)
+    settings = sized(settings, config, _ROOM)
     eos_id = TokenIds.of(settings, config).eos_id
     mesh = make_mesh({"tensor": _TENSOR.value}, jax.devices()[: _TENSOR.value])
     is_terminal = sys.stdin.isatty() and sys.stdout.isatty()

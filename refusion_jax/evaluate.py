@@ -52,7 +52,7 @@ from refusion_jax.distributed.sharding import make_mesh
 from refusion_jax.distributed.storage import write_file
 from refusion_jax.evaluation import heldout
 from refusion_jax.evaluation.likelihood import held_out_bits, spread
-from refusion_jax.systems.api import DecodeSettings, all_settings, check_settings
+from refusion_jax.systems.api import all_settings, own_settings
 from refusion_jax.systems.registry import system_of
 
 _CHECKPOINT = flags.DEFINE_string("checkpoint", None, command.CHECKPOINT)
@@ -83,7 +83,7 @@ _DRAWS = flags.DEFINE_integer(
 _DTYPE = flags.DEFINE_enum("dtype", "float32", ["float32", "bfloat16"], "Of weights, cache and computation")
 _DATA = flags.DEFINE_integer("mesh.data", 1, "Split the batch over this many devices of a host", lower_bound=1)
 _TENSOR = flags.DEFINE_integer("mesh.tensor", 1, "Split heads and weights over this many devices", lower_bound=1)
-_SETTINGS = command.define_settings(all_settings(), defaults={"max_new_tokens": "the task's, or 256"})
+command.define_settings(all_settings(), defaults={"max_new_tokens": "the task's, or 256"})
 _OF_TASKS = (_INCLUDE, _TASK_DATA, _FEWSHOT, _CHAT, _THINKING, _EXECUTE, _UNSAFE)
 _OF_SCORING = ("method", "weights", "slot_size", "seed")  # settings of decoding that the likelihood has, too
 
@@ -112,7 +112,7 @@ def measure(checkpoint: epath.Path, data: str) -> dict:
     if not is_prepared(data):
         raise UserError(f"--data={data}: is no directory that `prepare` wrote")
     useless = [flag.name for flag in _OF_TASKS if flag.present]
-    useless += [f"decode.{name}" for name in command.given(_SETTINGS) if name not in _OF_SCORING]
+    useless += [f"decode.{name}" for name in command.given() if name not in _OF_SCORING]
     if useless:
         raise UserError(f"--{useless[0]}: is of no use with --data, whose text is scored, not decoded")
     method, tokenizer = _method(checkpoint), load_tokenizer(checkpoint)
@@ -128,7 +128,7 @@ def measure(checkpoint: epath.Path, data: str) -> dict:
         raise UserError(
             f"--data={data}: was made with another tokenizer than that of {checkpoint}; prepare it with that"
         )
-    model = load_model(checkpoint, _DTYPE.value, _mesh(), command.given(_SETTINGS).get("weights", "same"))
+    model = load_model(checkpoint, _DTYPE.value, _mesh(), command.given().get("weights", "same"))
     measured = {}
     with waiting("scoring"):
         if is_own:
@@ -143,11 +143,11 @@ def measure(checkpoint: epath.Path, data: str) -> dict:
 
 def _method(checkpoint: epath.Path) -> str:
     """The decoder that the flags name, or that the model was trained for."""
-    return choose_method(checkpoint, command.given(_SETTINGS).get("method"))
+    return choose_method(checkpoint, command.given().get("method"))
 
 
 def _scoring() -> dict:
-    asked = {name: value for name, value in command.given(_SETTINGS).items() if name in ("slot_size", "seed")}
+    asked = {name: value for name, value in command.given().items() if name in ("slot_size", "seed")}
     return asked | {"order": _ORDER.value, "draws": _DRAWS.value}
 
 
@@ -174,9 +174,8 @@ def evaluate(checkpoint: epath.Path, output: Path) -> dict:
     has_template = tokenizer.has_chat_template
     if _CHAT.value and not has_template:
         raise UserError(f"--chat: the tokenizer of {checkpoint} has no chat template")
-    asked = {name: value for name, value in command.given(_SETTINGS).items() if name != "method"}
-    check_settings(method, asked)
-    settings = DecodeSettings(method, **asked)
+    asked = {name: value for name, value in command.given().items() if name != "method"}
+    settings = own_settings(method, asked)
     tasks = benchmark.load_tasks(plan)
     model = load_for(checkpoint, settings, _DTYPE.value, _mesh())
     lm = harness.EvaluatedModel(

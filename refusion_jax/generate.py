@@ -47,6 +47,7 @@ from etils import epath
 from refusion_jax.checkpoints.directory import find_step
 from refusion_jax.checkpoints.load import (
     choose_method,
+    chosen_settings,
     describe_call,
     find_tokenizer,
     is_foreign,
@@ -71,7 +72,7 @@ from refusion_jax.distributed.sharding import make_mesh
 from refusion_jax.distributed.storage import write_file
 from refusion_jax.model.transformer import Transformer
 from refusion_jax.serving.terminal import Screen, printable
-from refusion_jax.systems.api import DecodeSettings, all_settings, check_settings, decoder_for, play, stream
+from refusion_jax.systems.api import DecodeSettings, all_settings, decoder_for, play, stream
 from refusion_jax.systems.registry import decoders, default_decoder, default_system, find_decoder
 
 _CHECKPOINT = flags.DEFINE_string("checkpoint", None, command.CHECKPOINT)
@@ -91,18 +92,18 @@ _STOP = flags.DEFINE_multi_string("stop", [], "Cut answers where this text begin
 _DTYPE = flags.DEFINE_enum("dtype", "float32", ["float32", "bfloat16"], "Of weights, cache and computation")
 _DATA = flags.DEFINE_integer("mesh.data", 1, "Split the batch over this many devices", lower_bound=1)
 _TENSOR = flags.DEFINE_integer("mesh.tensor", 1, "Split heads and weights over this many devices", lower_bound=1)
-_SETTINGS = command.define_settings(all_settings())
+command.define_settings(all_settings())
 
 
 def useless_flags() -> list[str]:
     """Flags of settings that the chosen decoder does not have; of those it has, the help becomes its own."""
-    method = command.given(_SETTINGS).get("method")
+    method = command.given().get("method")
     if _CHECKPOINT.value:
         method = choose_method(epath.Path(_CHECKPOINT.value), method)
     own = declared(find_decoder(method or default_decoder(default_system().name)).settings)
     for name in own:
         flags.FLAGS[f"decode.{name}"].help = command.help_text(own[name])
-    return [f"decode.{name}" for name in _SETTINGS if name not in own]
+    return [f"decode.{name}" for name in all_settings() if name not in own]
 
 
 def check_place(checkpoint: epath.Path, flag: str, output: epath.Path, beginning: bytes, kind: str) -> None:
@@ -232,12 +233,11 @@ def main() -> None:
     stops = Stops(tuple(_STOP.value))
     for stop in stops.texts:
         check_characters(stop, "--stop")
-    given = command.given(_SETTINGS)
-    given["method"] = choose_method(checkpoint, given.get("method"))
-    check_settings(given["method"], given)
+    given = command.given()
+    settings = chosen_settings(checkpoint, given)
     split = {"data": _DATA.value, "tensor": _TENSOR.value}
     mesh = make_mesh(split, jax.devices()[: math.prod(split.values())])
-    asked = Asked.read(checkpoint, DecodeSettings(**given))
+    asked = Asked.read(checkpoint, settings)
     check_uses(asked, stops)
     rival = other(_COMPARE.value, checkpoint, given) if _COMPARE.value else None
     keep_for_user(_CACHE.value)

@@ -36,7 +36,7 @@ from refusion_jax.planning.compiler import libtpu_version, prepare_environment, 
 from refusion_jax.planning.report import plan_decode, plan_dump, plan_train, to_json, to_table
 from refusion_jax.planning.search import FIX_SECONDS, fix_for, fix_for_decode, search
 from refusion_jax.split import report as split_report
-from refusion_jax.systems.api import DecodeSettings, all_settings, check_settings
+from refusion_jax.systems.api import all_settings, own_settings
 from refusion_jax.systems.registry import default_decoder
 
 _CONFIG = command.define_config("Config file, such as configs/refusion_8b.py")
@@ -59,12 +59,12 @@ _MEMORY_ONLY = flags.DEFINE_bool(
 )
 _SEARCH = flags.DEFINE_bool("search", False, "Try remat x rows per forward x mesh at this batch; name the fastest")
 _JSON = flags.DEFINE_bool("json", False, "Print one JSON object per line instead of a table")
-_DECODE = command.define_settings(all_settings())
+command.define_settings(all_settings())
 split_report.define_flags(flags.FLAGS)
 # What each kind of plan has a use for, besides --config and --json.
 _USES = {
     "train": {"topology", "slices", "rows_per_chip", "memory_only", "search"},
-    "decode": {"topology", "slices", "what", "memory_only", *(f"decode.{name}" for name in _DECODE)},
+    "decode": {"topology", "slices", "what", "memory_only", *(f"decode.{name}" for name in all_settings())},
     "split": {"what", "decode.method", *split_report.FLAGS},
     "hlo": {"topology", "slices", "hlo"},
 }
@@ -98,10 +98,8 @@ def main() -> None:
         config.batch_size = int(_ROWS.value * chips)
     check(config)
     if kind == "decode":
-        given = command.given(_DECODE)
-        method = given.setdefault("method", default_decoder(config.objective))
-        check_settings(method, given)
-        settings = DecodeSettings(**given)
+        given = command.given()
+        settings = own_settings(given.get("method") or default_decoder(config.objective), given)
         with waiting(f"compiling for {topology}"):
             record = plan_decode(config, topology, slices, settings, _MEMORY_ONLY.value)
         show_verdict(record, lambda: fix_for_decode(config, topology, slices, settings))
@@ -119,7 +117,7 @@ def plan_split() -> None:
         raise UserError("--config=configs/NAME.py: needed with --what=split")
     config = _CONFIG.value
     check(config)
-    method = command.given(_DECODE).get("method") or default_decoder(config.objective)
+    method = command.given().get("method") or default_decoder(config.objective)
     itemsize = 2 if config.dtype == "bfloat16" else 4
     found = split_report.choose_split(model_config(config), itemsize, method, flags.FLAGS)
     split_report.show(*found, _JSON.value)

@@ -38,7 +38,7 @@ from refusion_jax.training.metrics import read_metrics
 _WORKDIR = flags.DEFINE_string("workdir", "runs/quickstart", "Directory of the training run")
 _PROBLEMS = flags.DEFINE_integer("problems", 200, "How many held-out problems to decode", 3, 100_000)
 _DEFAULTS = {"batch_size": 1}
-_SETTINGS = command.define_settings(
+command.define_settings(
     {name: own for name, own in all_settings().items() if name not in ("method", "max_new_tokens")},
     defaults=_DEFAULTS,
 )
@@ -127,7 +127,7 @@ def main() -> None:
     seconds = next((r["seconds"] for r in reversed(read_metrics(workdir)) if type(r.get("seconds")) is float), None)
     if seconds is None:
         raise UserError(f"--workdir={workdir}: holds no metrics.jsonl of a training run")
-    tokenizer, given = load_tokenizer(workdir), _DEFAULTS | command.given(_SETTINGS)
+    tokenizer, given = load_tokenizer(workdir), _DEFAULTS | command.given()
     names = decoders_for(read_config(workdir).objective)
     settings = {name: DecodeSettings(name, max_new_tokens=MAX_NEW_TOKENS, **given) for name in names}
     names = [n for n in names if all(getattr(settings[n], other) for other in settings[n].auxiliary_models)]

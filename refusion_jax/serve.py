@@ -30,14 +30,14 @@ from absl import flags
 from etils import epath
 
 import refusion_jax
-from refusion_jax.checkpoints.load import choose_method, load_for, load_tokenizer, read_model_config
+from refusion_jax.checkpoints.load import chosen_settings, load_for, load_tokenizer, read_model_config
 from refusion_jax.cli import command
 from refusion_jax.cli.errors import Failure, UserError, first_line, needs
 from refusion_jax.cli.progress import waiting
 from refusion_jax.distributed.compiled_code import keep_for_user
 from refusion_jax.distributed.host_memory import return_freed_memory
 from refusion_jax.distributed.sharding import make_mesh
-from refusion_jax.systems.api import DecodeSettings, all_settings, check_settings
+from refusion_jax.systems.api import all_settings
 
 _CHECKPOINT = flags.DEFINE_string("checkpoint", None, command.CHECKPOINT)
 _HOST = flags.DEFINE_string(
@@ -75,7 +75,7 @@ _CACHE = flags.DEFINE_string("compilation_cache", None, command.COMPILED)
 _DTYPE = flags.DEFINE_enum("dtype", "float32", ["float32", "bfloat16"], "Of weights, cache and computation")
 _DATA = flags.DEFINE_integer("mesh.data", 1, "Split the batch over this many devices", lower_bound=1)
 _TENSOR = flags.DEFINE_integer("mesh.tensor", 1, "Split heads and weights over this many devices", lower_bound=1)
-_SETTINGS = command.define_settings(
+command.define_settings(
     all_settings(),
     defaults={
         "max_new_tokens": "256, or half of what the model reads",
@@ -104,11 +104,10 @@ def main() -> None:
         from refusion_jax.serving.engine import Engine, sized
         from refusion_jax.serving.service import Service
     checkpoint = epath.Path(_CHECKPOINT.value)
-    given = command.given(_SETTINGS)
-    given["method"] = choose_method(checkpoint, given.get("method"))
-    check_settings(given["method"], given)
+    given = command.given()
+    settings = chosen_settings(checkpoint, given)
     tokenizer = load_tokenizer(checkpoint)
-    settings = sized(DecodeSettings(**given), read_model_config(checkpoint))
+    settings = sized(settings, read_model_config(checkpoint))
     rows = given.get("batch_size") or _ROWS.get(jax.default_backend(), settings.batch_size)
     split = {"data": _DATA.value, "tensor": _TENSOR.value}
     mesh = make_mesh(split, jax.devices()[: math.prod(split.values())])

@@ -95,9 +95,7 @@ def main(own: flags.FlagValues) -> None:
 
 def measure(model: Transformer, own: flags.FlagValues, batch_size: int, bandwidth: float) -> Iterator[dict]:
     """A record of each setup at one batch size, measured in interleaved repeats."""
-    given = {name.removeprefix("decode."): own[name].value for name in own if name.startswith("decode.")}
-    shared = _DEFAULTS | {name: value for name, value in given.items() if value is not None}
-    shared["batch_size"] = batch_size
+    shared = _DEFAULTS | command.given(own) | {"batch_size": batch_size}
     setups = {setup: read_setup(setup, shared, own.checkpoint) for setup in own.setup or default_system().decoders}
     models = {setup: model.rounded(settings.weights, settings.cache) for setup, settings in setups.items()}
     c = model.config

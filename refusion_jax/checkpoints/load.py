@@ -33,6 +33,7 @@ from refusion_jax.model.abstract import abstract_transformer
 from refusion_jax.model.lora import Lora, combine
 from refusion_jax.model.shape import OPTIONAL, ModelConfig
 from refusion_jax.model.transformer import Transformer
+from refusion_jax.systems.api import own_settings
 from refusion_jax.systems.registry import decoders_for, default_decoder, default_system, plain_system, releases
 
 # Keys of config.model that say how large it is; `vocab_size` may be more than that of the weights to start from.
@@ -318,3 +319,8 @@ def choose_method(checkpoint: epath.Path, method: str | None) -> str:
         why = f"{checkpoint} was trained with objective={objective}, which decodes with {' or '.join(fitting)}"
         raise SettingError("decode", "method", method, why)
     return method or default
+
+
+def chosen_settings(checkpoint: epath.Path, given: dict[str, Any]) -> Settings:
+    """The decode settings that are given, of the decoder of `choose_method`; SettingError for those of others alone."""
+    return own_settings(choose_method(checkpoint, given.get("method")), given)

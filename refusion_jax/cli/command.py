@@ -277,8 +277,8 @@ def define_settings(
     settings: Mapping[str, Setting],
     flag_values: flags.FlagValues = flags.FLAGS,
     defaults: Mapping[str, Any] | None = None,
-) -> dict[str, flags.FlagHolder]:
-    """One flag --decode.NAME for every setting; None unless it is given.
+) -> None:
+    """One flag --decode.NAME for every setting; None unless it is given, see `given`.
 
     For --help, `defaults` are what the command uses where a flag is not given, by name, else it is the setting's own.
     """
@@ -289,12 +289,9 @@ def define_settings(
         str: flags.DEFINE_string,
         bool: flags.DEFINE_bool,
     }
-    return {
-        name: define[type(own.default)](
-            f"decode.{name}", None, help_text(own, defaults.get(name, own.default)), flag_values=flag_values
-        )
-        for name, own in settings.items()
-    }
+    for name, own in settings.items():
+        help = help_text(own, defaults.get(name, own.default))
+        define[type(own.default)](f"decode.{name}", None, help, flag_values=flag_values)
 
 
 def as_written(command: str, own: flags.FlagValues) -> str:
@@ -308,9 +305,10 @@ def is_given(flag: str) -> bool:
     return flag in flags.FLAGS
 
 
-def given(holders: Mapping[str, flags.FlagHolder]) -> dict[str, Any]:
-    """The settings that were given on the command line."""
-    return {name: flag.value for name, flag in holders.items() if flag.value is not None}
+def given(own: flags.FlagValues = flags.FLAGS) -> dict[str, Any]:
+    """The settings of `define_settings` that were given on the command line."""
+    settings = {name.removeprefix("decode."): own[name].value for name in own if name.startswith("decode.")}
+    return {name: value for name, value in settings.items() if value is not None}
 
 
 def help_text(own: Setting, default: Any = None) -> str:

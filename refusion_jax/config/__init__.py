@@ -22,7 +22,7 @@ from refusion_jax.config.keys import keys, keys_of
 from refusion_jax.distributed import sharding
 from refusion_jax.model.lora import INPUTS, read_lora
 from refusion_jax.model.shape import family_fault
-from refusion_jax.systems.api import DecodeSettings, check_settings, read_settings
+from refusion_jax.systems.api import own_settings, read_settings
 from refusion_jax.systems.interface import Objective
 from refusion_jax.systems.registry import decoders_for, find_decoder, find_system
 
@@ -155,8 +155,7 @@ def read_decode(c: ml_collections.ConfigDict) -> tuple[str, dict[str, Any]]:
     if method not in fitting:
         raise UserError(f"{flag}: models of objective={c.objective} are decoded by {' or '.join(fitting) or 'nothing'}")
     with naming(flag):
-        check_settings(method, settings)
-        DecodeSettings(method, **settings)
+        own_settings(method, settings)
     return method, settings
 
 

@@ -24,7 +24,13 @@ import jax.numpy as jnp
 from absl import flags
 from etils import epath
 
-from refusion_jax.checkpoints.load import choose_method, describe_call, find_tokenizer, open_weights, read_model_config
+from refusion_jax.checkpoints.load import (
+    chosen_settings,
+    describe_call,
+    find_tokenizer,
+    open_weights,
+    read_model_config,
+)
 from refusion_jax.cli import command, flag_values
 from refusion_jax.cli.errors import SettingError, UserError
 from refusion_jax.decoding import queue
@@ -32,7 +38,6 @@ from refusion_jax.decoding.decoder import Decoder
 from refusion_jax.decoding.output import open_output, to_line
 from refusion_jax.decoding.prompts import asked_prompts, to_record
 from refusion_jax.decoding.requests import Answer, Request, prepare
-from refusion_jax.decoding.settings import Settings
 from refusion_jax.decoding.stops import Stops
 from refusion_jax.distributed.compiled_code import keep_for_user
 from refusion_jax.model.shape import ModelConfig
@@ -42,7 +47,7 @@ from refusion_jax.split.link import Link, SessionLost
 from refusion_jax.split.model import SplitBatch, SplitModel
 from refusion_jax.split.parts import fingerprint, load_part
 from refusion_jax.split.server import check_given, define_shared, peak_memory
-from refusion_jax.systems.api import DecodeSettings, all_settings, check_settings, decoder_for
+from refusion_jax.systems.api import all_settings, decoder_for
 
 _OWN = ("weights", "cache")  # are flags of both sides
 _CHOSEN = ("layers", "weights", "cache", "codec")  # by --auto
@@ -78,7 +83,7 @@ def main(own: flags.FlagValues) -> None:
     if (own.prompt is None) == (own.input is None):
         raise UserError("one of --prompt=TEXT and --input=FILE is needed; --help explains")
     address, checkpoint = frames.address_of(own.server), epath.Path(own.checkpoint)
-    settings = settings_of(own, checkpoint)
+    settings = chosen_settings(checkpoint, command.given(own))
     tokenizer, config = find_tokenizer(checkpoint), read_model_config(checkpoint)
     ids, given = asked_prompts(own.prompt, own.input, tokenizer, settings)
     if own.output:
@@ -138,15 +143,6 @@ def choose_flags(
         file=sys.stderr,
     )
     return settings
-
-
-def settings_of(own: flags.FlagValues, checkpoint: epath.Path) -> Settings:
-    """The decode settings of the flags."""
-    named = {name.removeprefix("decode."): own[name].value for name in own if name.startswith("decode.")}
-    given = {name: value for name, value in named.items() if value is not None}
-    given["method"] = choose_method(checkpoint, given.get("method"))
-    check_settings(given["method"], given)
-    return DecodeSettings(**given)
 
 
 def decoder_on_link(requests: Sequence[Request], config: Any) -> Decoder:

@@ -68,12 +68,13 @@ def _joined(by_method: dict[str, Setting]) -> Setting:
     return dataclasses.replace(first, help="; ".join(f"{', '.join(m)}: {text}" for text, m in methods_of.items()))
 
 
-def check_settings(method: str, given: Mapping[str, Any]) -> None:
-    """Raises SettingError for settings that a decoder does not have, naming the first, and those that it has."""
+def own_settings(method: str, given: Mapping[str, Any]) -> Settings:
+    """`DecodeSettings` of a decoder, but SettingError for settings that it does not have, naming the first."""
     own = declared(find_decoder(method).settings)
     for name in given:
         if name not in own:
             raise SettingError("decode", name, given[name], f"the decoder {method!r} has only {', '.join(own)}")
+    return DecodeSettings(**given | {"method": method})
 
 
 def read_settings(pairs: Sequence[str], flag: str) -> dict[str, Any]:
