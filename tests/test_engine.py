@@ -12,12 +12,13 @@ from helpers import Bytes, wait_until
 from hypothesis import strategies as st
 
 from refusion_jax import Request, decode
+from refusion_jax.cli.errors import Failure
 from refusion_jax.decoding import queue
 from refusion_jax.decoding.requests import Answer, prepare
 from refusion_jax.decoding.stops import Stops
 from refusion_jax.decoding.trajectory import forwards_of
 from refusion_jax.serving.engine import MOST_WAITING, Engine
-from refusion_jax.serving.jobs import BusyError, FailedError, Job
+from refusion_jax.serving.jobs import BusyError, Job
 from refusion_jax.serving.writer import Writer
 from refusion_jax.systems.api import decoder_for
 from refusion_jax.systems.registry import find_system
@@ -276,7 +277,7 @@ def test_an_admission_that_fails_takes_only_the_requests_in_it(engine, monkeypat
     names = told.wait(3)
     assert (names[0], sorted(names[1:], key=str)) == ("failed", [1, "long"])
     answers = dict(told.finished)
-    assert isinstance(answers["failed"], FailedError)
+    assert isinstance(answers["failed"], Failure)
     assert answers["long"].tokens == decode(model, [long], own).tokens[0]
     assert answers[1].tokens == decode(model, [[BOS, 10]], settings("ar", new=8, eos_id=29)).tokens[0]
 

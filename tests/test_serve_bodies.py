@@ -10,13 +10,14 @@ import pytest
 from starlette.testclient import TestClient
 
 from refusion_jax import DecodeSettings, load_model, load_tokenizer
+from refusion_jax.cli.errors import Failure
 from refusion_jax.decoding.requests import Answer
 from refusion_jax.serving import errors
 from refusion_jax.serving.access import Access, allowed_hosts
 from refusion_jax.serving.app import make_app
 from refusion_jax.serving.engine import Engine
 from refusion_jax.serving.errors import largest_body
-from refusion_jax.serving.jobs import BusyError, FailedError
+from refusion_jax.serving.jobs import BusyError
 from refusion_jax.serving.service import Service
 
 HEADERS = {"Content-Type": "application/json"}
@@ -162,7 +163,7 @@ def test_others_are_answered_while_requests_take_long(app, service, monkeypatch,
     def hold(*args):
         held.append(args)
         assert release.wait(timeout=300), "nobody else was answered"
-        raise FailedError("held")
+        raise Failure("held")
 
     owners = {"refusing": (errors, "_explained"), "tokenizing": (service, "completion")}
     monkeypatch.setattr(*owners.get(slow, (service.engine, "constrained")), hold)
@@ -188,7 +189,7 @@ def test_others_are_answered_while_requests_take_long(app, service, monkeypatch,
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/v1/responses"])
 def test_a_failure_of_decoding_is_told_as_the_servers_fault(client, service, monkeypatch, path):
-    monkeypatch.setattr(service.engine, "submit", lambda jobs: [job.fail(FailedError("no memory")) for job in jobs])
+    monkeypatch.setattr(service.engine, "submit", lambda jobs: [job.fail(Failure("no memory")) for job in jobs])
     body = {"prompt": "a"} if path == "/v1/completions" else {"messages": [{"role": "user", "content": "a"}]}
     body = {"input": "a"} if path == "/v1/responses" else body
     answer = client.post(path, json=body)

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from refusion_jax.cli.command import say
-from refusion_jax.cli.errors import UserError, first_line
+from refusion_jax.cli.errors import Failure, UserError, first_line
 from refusion_jax.decoding.cache import bytes_per_token
 from refusion_jax.decoding.constrained import Matcher, batch_type
 from refusion_jax.decoding.decoder import Decoder
@@ -28,7 +28,7 @@ from refusion_jax.decoding.settings import Settings
 from refusion_jax.distributed.sharding import shard_count
 from refusion_jax.model.shape import ModelConfig
 from refusion_jax.model.transformer import Transformer
-from refusion_jax.serving.jobs import BusyError, FailedError, Job
+from refusion_jax.serving.jobs import BusyError, Job
 from refusion_jax.systems.api import as_decoded, decoder_for
 
 LOOK = 8  # forwards between two looks at what the rows have decoded
@@ -236,7 +236,7 @@ class Engine:
         say(f"{why}; answers that are lost: {len(lost)}")
         for job in lost:
             job.is_over = True
-            job.fail(FailedError(why))
+            job.fail(Failure(why))
         with self._changed:
             self._waiting.extendleft(collections.deque([job]) for job in alive if job not in lost)
         self._rows, self._taken, self._read = {}, [], []

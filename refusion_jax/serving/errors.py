@@ -1,7 +1,6 @@
 """What the server says to requests that it cannot serve, in OpenAI's form."""
 
 import re
-from collections.abc import Callable
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -11,8 +10,8 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from refusion_jax.cli.errors import UserError
-from refusion_jax.serving.jobs import BusyError, FailedError
+from refusion_jax.cli.errors import Failure, UserError
+from refusion_jax.serving.jobs import BusyError
 
 
 def largest_body(cache_length: int) -> int:
@@ -24,25 +23,24 @@ def handle_errors(app: FastAPI, cache_length: int) -> None:
     """Has the application answer every error with its status and the field at fault; the context limits bodies."""
     app.add_middleware(LimitBody, most=largest_body(cache_length))
 
-    @app.exception_handler(InvalidError)
-    async def invalid(request: Request, error: InvalidError) -> JSONResponse:
-        return _refusal(400, *error.args)
+    async def answer(request: Request, error: Exception) -> JSONResponse:
+        match error:
+            case HTTPException():
+                return _refusal(error.status_code, str(error.detail), headers=error.headers)
+            case InvalidError():
+                return _refusal(400, *error.args)
+            case UserError():
+                return _refusal(400, str(error))
+            case BusyError():
+                return _refusal(503, str(error), headers={"Retry-After": "1"})
+            case Failure():
+                return _refusal(500, str(error))
+            case ClientDisconnect():
+                return _refusal(400, "the connection ended before the body did")  # to nobody
+        return _refusal(500, f"{type(error).__name__}: {error}")
 
-    @app.exception_handler(HTTPException)
-    async def refused(request: Request, error: HTTPException) -> JSONResponse:
-        return _refusal(error.status_code, str(error.detail), headers=error.headers)
-
-    def answer(kind: type[Exception], status: int, say: Callable[[Exception], str] = str, **headers: str) -> None:
-        async def answered(request: Request, error: Exception) -> JSONResponse:
-            return _refusal(status, say(error), headers=headers)
-
-        app.add_exception_handler(kind, answered)
-
-    answer(UserError, 400)
-    answer(BusyError, 503, **{"Retry-After": "1"})
-    answer(FailedError, 500)
-    answer(ClientDisconnect, 400, lambda error: "the connection ended before the body did")  # to nobody
-    answer(Exception, 500, lambda error: f"{type(error).__name__}: {error}")
+    for kind in (HTTPException, InvalidError, UserError, BusyError, Failure, ClientDisconnect, Exception):
+        app.add_exception_handler(kind, answer)
 
 
 class LimitBody:

@@ -11,10 +11,6 @@ class BusyError(RuntimeError):
     """No more can be decoded now."""
 
 
-class FailedError(RuntimeError):
-    """Decoding has failed, by no fault of whoever asked."""
-
-
 @dataclasses.dataclass(eq=False)
 class Job:
     """A request, and who is told of its answer; called from the engine's thread."""
