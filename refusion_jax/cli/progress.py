@@ -43,12 +43,10 @@ def progress(*columns: ProgressColumn, ticks: bool = True) -> Progress:
     return Progress(*columns, console=Console(stderr=True), **how)
 
 
-def track(
-    items: Iterable[Any], what: str, total: int | None = None, done: int = 0, ticks: bool = True
-) -> Iterator[Any]:
-    """The items, with a bar; `done` of the total are done already. See `progress` for `ticks`."""
+def track(items: Iterable[Any], what: str, total: int | None = None, ticks: bool = True) -> Iterator[Any]:
+    """The items, with a bar. See `progress` for `ticks`."""
     with progress(ticks=ticks) as bar:
-        yield from bar.track(items, total, done, description=what)
+        yield from bar.track(items, total, description=what)
 
 
 @contextlib.contextmanager

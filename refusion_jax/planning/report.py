@@ -231,19 +231,13 @@ def _rows(r: dict) -> Iterator[tuple[str, str | bool | float]]:
         yield "network within the slice, between slices", f"{_seconds(r['ici_seconds'])}, {dcn}"
         yield "  of which nothing hides", _seconds(r["waiting_seconds"])
         yield "all of it at the peaks: the roofline", _seconds(r["roofline_seconds"])
-        yield "estimated step", _range(r)
+        yield "estimated step", "{:.3g} to {:.3g} s".format(*r["step_seconds_range"])
         yield "estimated MFU (attention counted where a key is seen)", has_mfu and f"{r['mfu']:.1%}"
         yield "estimated tokens per day, all chips", has_mfu and f"{r['tokens_per_day'] / 1e9:,.2f} G"
     if "libtpu" in r:
         cpu = f", {r['compile_cpu_seconds']:.0f} CPU s" if r["compile_cpu_seconds"] else ""
         how = " up to the buffer assignment" if r["memory_only"] else ""
         yield f"compiled{how} by libtpu {r['libtpu']}", f"{r['compile_seconds']:.1f} s{cpu}"
-
-
-def _range(r: dict) -> str:
-    """The estimated step time, such as "2.9 to 3.3 s"."""
-    fastest, slowest = r["step_seconds_range"]
-    return f"{fastest:.3g} to {slowest:.3g} s"
 
 
 def _bytes(size: float) -> str:
