@@ -172,8 +172,8 @@ def test_a_data_set_of_the_hub_is_read_at_the_commit_of_its_revision(tmp_path, m
     done = subprocess.run(line, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 2
     assert done.stderr.startswith("error: --input=hf://datasets/o/other: ")
-    for name in ("gsm8k", "o/", "o/n/data@v1/x", "@v1"):
-        with pytest.raises(UserError, match="must be hf://datasets/ORG/NAME"):
+    for name in ("gsm8k", "o/", "@v1"):
+        with pytest.raises(UserError, match=f"--input=hf://datasets/{name}: "):
             pinned(f"hf://datasets/{name}")
     server.shutdown()
     server.server_close()
