@@ -103,12 +103,6 @@ def run(program: str, limits: Limits = Limits(), unsafe: bool = False) -> Outcom
     return Outcome(False, f"exit code {ended['code']}: {last}")
 
 
-def run_all(programs: Sequence[str], limits: Limits = Limits(), unsafe: bool = False) -> list[Outcome]:
-    """`run` for each program, as many at a time as there are CPUs."""
-    with ThreadPoolExecutor(available_cores()) as pool:
-        return list(pool.map(functools.partial(run, limits=limits, unsafe=unsafe), programs))
-
-
 @contextlib.contextmanager
 def allow(unsafe: bool = False, rehearsal: bool = False) -> Iterator[None]:
     """A context in which tasks may run generated code; in a rehearsal programs are not run, and fail.
@@ -124,12 +118,13 @@ def allow(unsafe: bool = False, rehearsal: bool = False) -> Iterator[None]:
 
 
 def run_allowed(programs: Sequence[str]) -> list[Outcome]:
-    """`run_all` within `allow`; UserError outside of it."""
+    """`run` for each program, as many at a time as there are CPUs, within `allow`; UserError outside of it."""
     if not (how := _ALLOWED.get()):
         raise UserError("generated code is run only with --allow_code_execution")
     if how == "rehearsal":
         return [Outcome(False, "not run")] * len(programs)
-    return run_all(programs, unsafe=how == "unsafe")
+    with ThreadPoolExecutor(available_cores()) as pool:
+        return list(pool.map(functools.partial(run, unsafe=how == "unsafe"), programs))
 
 
 @contextlib.contextmanager
