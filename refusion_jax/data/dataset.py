@@ -9,13 +9,13 @@ from etils import epath
 from refusion_jax.cli.errors import UserError, naming
 from refusion_jax.data.examples import Example
 from refusion_jax.data.fast_tokenizer import find_tokenizer_file, load_tokenizer_file, tokenizer_hash
-from refusion_jax.data.interface import RowSource, Tokenizer
+from refusion_jax.data.interface import RowSource, Tokenizer, plain_prompt
 from refusion_jax.data.loader import block_counts
 from refusion_jax.data.manifest import is_prepared
 from refusion_jax.data.packing import pack, tokenize, usable
 from refusion_jax.data.prepared import MixedRows, PreparedRows
 from refusion_jax.data.sources import read_examples
-from refusion_jax.data.tokenizer import SentencePieceTokenizer, plain_prompt
+from refusion_jax.data.tokenizer import SentencePieceTokenizer
 
 
 def load_dataset(

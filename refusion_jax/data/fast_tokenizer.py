@@ -12,7 +12,7 @@ from refusion_jax.cli.errors import UserError, first_line
 from refusion_jax.data.chat_template import ChatTemplate
 from refusion_jax.data.examples import Messages
 from refusion_jax.data.interface import Tokenizer
-from refusion_jax.data.tokenizer import MASK_PIECE, SentencePieceTokenizer, byte_of, plain_prompt
+from refusion_jax.data.tokenizer import MASK_PIECE, SentencePieceTokenizer, byte_of
 from refusion_jax.distributed.json_files import parse_json
 from refusion_jax.distributed.storage import read_file
 
@@ -153,23 +153,19 @@ class FastTokenizer(Tokenizer):
 
     def encode_prompts(self, texts: list[str | Messages | None]) -> list[list[int]]:
         """Ids of prompts in the chat template: a string is the turn of a user; messages are the turns they say."""
-        if isinstance(texts, str):  # whose letters would pass for texts
-            raise UserError(f"prompts={texts[:40]!r}: must be a list of texts")
-        bos = [self.bos_id] if self.bos_id >= 0 else []
-        rendered = [self._render(text) for text in texts]
-        for turns, whole in zip(texts, rendered, strict=True):
-            for role, content in turns if isinstance(turns, tuple) and self._template else ():
+        if self._template is None or isinstance(texts, str):
+            return super().encode_prompts(texts)
+        rendered = []
+        for text in texts:
+            turns = text if isinstance(text, tuple) else (("user", text),)
+            messages = [{"role": role, "content": content} for role, content in turns]
+            rendered.append("" if text is None else self.render_chat(messages))
+        for turns, whole in zip(texts, rendered, strict=True):  # of none where the template refuses one
+            for role, content in turns if isinstance(turns, tuple) else ():
                 if content.strip() not in whole:
                     self.left_out[role] = self.left_out.get(role, 0) + 1
-        encoded = self._encode(rendered, as_text=self._template is None)
-        is_turn = (text is not None and self._template is not None for text in texts)  # which begins as it should
-        return [ids if turn else bos + ids for turn, ids in zip(is_turn, encoded, strict=True)]
-
-    def _render(self, text: str | Messages | None) -> str:
-        if text is None or self._template is None:
-            return plain_prompt(text)
-        turns = text if isinstance(text, tuple) else (("user", text),)
-        return self.render_chat([{"role": role, "content": content} for role, content in turns])
+        nothing = [self.bos_id] if self.bos_id >= 0 else []  # while a turn begins as the template says
+        return [nothing if text is None else ids for text, ids in zip(texts, self.encode_chat(rendered), strict=True)]
 
     def render_chat(
         self,

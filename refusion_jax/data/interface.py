@@ -7,6 +7,7 @@ import abc
 
 import numpy as np
 
+from refusion_jax.cli.errors import UserError
 from refusion_jax.data.examples import Messages
 
 
@@ -36,9 +37,12 @@ class Tokenizer(abc.ABC):
     def encode(self, texts: list[str]) -> list[list[int]]:
         """Token ids of each text, without special tokens, even where it spells them out."""
 
-    @abc.abstractmethod
     def encode_prompts(self, texts: list[str | Messages | None]) -> list[list[int]]:
-        """Token ids of prompts as the model is trained on them; None means no prompt."""
+        """Token ids of prompts as the model is trained on them: BOS, if any, then the text; None means no prompt."""
+        if isinstance(texts, str):  # whose letters would pass for texts
+            raise UserError(f"prompts={texts[:40]!r}: must be a list of texts")
+        bos = [self.bos_id] if self.bos_id >= 0 else []
+        return [bos + ids for ids in self.encode([plain_prompt(text) for text in texts])]
 
     def end_of_answer(self, ends: list[int]) -> int:
         """Of ids that end a text, that which the chat template writes after an answer, or else EOS, or the first.
@@ -63,6 +67,11 @@ class Tokenizer(abc.ABC):
     @abc.abstractmethod
     def name_of(self, token: int) -> str:
         """How the vocabulary spells a token, also a special one."""
+
+
+def plain_prompt(prompt: str | Messages | None) -> str:
+    """The text of a prompt without chat template: the turns of a conversation with a blank line between."""
+    return "\n\n".join(content for _, content in prompt) if isinstance(prompt, tuple) else prompt or ""
 
 
 class RowSource(abc.ABC):

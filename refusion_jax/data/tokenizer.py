@@ -7,7 +7,6 @@ import sentencepiece
 from etils import epath
 
 from refusion_jax.cli.errors import UserError
-from refusion_jax.data.examples import Messages
 from refusion_jax.data.interface import Tokenizer
 from refusion_jax.distributed.storage import read_file
 
@@ -104,12 +103,6 @@ class SentencePieceTokenizer(Tokenizer):
             return [self._pieces.encode(texts[0])]
         return self._pieces.encode(texts, num_threads=self.threads)
 
-    def encode_prompts(self, texts: list[str | Messages | None]) -> list[list[int]]:
-        """BOS, then the text; the turns of a conversation follow each other, a blank line between."""
-        if isinstance(texts, str):  # whose letters would pass for texts
-            raise UserError(f"prompts={texts[:40]!r}: must be a list of texts")
-        return [[self.bos_id, *ids] for ids in self.encode([plain_prompt(text) for text in texts])]
-
     @property
     def files(self) -> dict[str, bytes]:
         return {"tokenizer.model": self.model}
@@ -130,11 +123,6 @@ class SentencePieceTokenizer(Tokenizer):
 def byte_of(piece: str) -> bytes:
     """The byte that a piece such as <0x0A> stands for."""
     return bytes([int(piece[1:-1], 16)])
-
-
-def plain_prompt(prompt: str | Messages | None) -> str:
-    """The ids of a prompt without chat template."""
-    return "\n\n".join(content for _, content in prompt) if isinstance(prompt, tuple) else prompt or ""
 
 
 def _cut(line: str) -> list[str]:
