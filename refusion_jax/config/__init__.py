@@ -8,7 +8,7 @@ declared in `keys.py`.
 import functools
 import operator
 import re
-from typing import Any
+from typing import Any, NoReturn
 
 import jax
 import ml_collections
@@ -78,10 +78,7 @@ _NEEDS = {
 
 def check(c: ml_collections.ConfigDict) -> None:
     """Refuses impossible values."""
-
-    def refuse(key: str, why: str):
-        raise SettingError("config", key, _get(c, key), why)
-
+    refuse = functools.partial(_refuse, c)
     _check_keys(c)
     for name, key in keys_of(c.objective).items():
         key.check("config", name, _get(c, name))
@@ -132,10 +129,7 @@ def check(c: ml_collections.ConfigDict) -> None:
 
 def check_steps(c: ml_collections.ConfigDict) -> None:
     """Refuses what does not fit into the steps of a run."""
-
-    def refuse(key: str, why: str):
-        raise SettingError("config", key, c[key], why)
-
+    refuse = functools.partial(_refuse, c)
     if c.warmup_steps > c.steps:
         refuse("warmup_steps", f"must not exceed steps={c.steps}")
     if c.schedule == "wsd" and c.warmup_steps >= c.steps:
@@ -195,14 +189,15 @@ def check_mesh(c: ml_collections.ConfigDict, mesh: jax.sharding.Mesh) -> None:
             names = " x ".join(f"mesh.{name}" for name in sharding.mesh_axes(axis))
             names += " x accumulation" if each > 1 else ""
             most = max(n for n in range(1, parts) if size % n == 0)
-            raise SettingError(
-                "config",
-                key,
-                size,
-                f"does not divide into {parts} parts ({names}); "
-                f"the next size that does is {-(-size // parts) * parts}, and the nearest mesh has {most} parts there",
+            why = (
+                f"does not divide into {parts} parts ({names}); the next size that does is {-(-size // parts) * parts}"
             )
+            _refuse(c, key, f"{why}, and the nearest mesh has {most} parts there")
 
 
 def _get(c: ml_collections.ConfigDict, key: str) -> Any:
     return operator.attrgetter(key)(c)
+
+
+def _refuse(c: ml_collections.ConfigDict, key: str, why: str) -> NoReturn:
+    raise SettingError("config", key, _get(c, key), why)
