@@ -8,10 +8,10 @@ only over the generation that was read before (compare and swap), so of two that
 
 import contextlib
 import datetime
-import fcntl
 import os
 import socket
 from collections.abc import Callable, Iterator
+from typing import IO
 
 import jax
 import tensorstore
@@ -21,6 +21,7 @@ from etils import epath
 from refusion_jax.cli.errors import UserError, first_line
 from refusion_jax.cli.paths import is_remote
 from refusion_jax.distributed.processes import first_fault
+from refusion_jax.distributed.storage import try_lock
 
 FILE = "lock"
 
@@ -48,7 +49,7 @@ def check_free(directory: epath.Path) -> None:
     """Refuses a local directory that another run holds; writes nothing."""
     if not is_remote(directory) and (directory / FILE).exists():
         with (directory / FILE).open("rb") as file:
-            _flock(file, fcntl.LOCK_SH, directory)
+            _lock(file, directory, shared=True)
 
 
 @contextlib.contextmanager
@@ -56,21 +57,17 @@ def file_lock(directory: epath.Path) -> Iterator[Callable[[], None]]:
     """As `locked`, for a local directory and one process; asks JAX for nothing, so that others may have the devices."""
     directory.mkdir(parents=True, exist_ok=True)
     with open(directory / FILE, "a+b") as file:
-        _flock(file, fcntl.LOCK_EX, directory)
+        _lock(file, directory)
         file.truncate(0)
         file.write(_this_process())
         file.flush()
         yield lambda: None
 
 
-def _flock(file, operation: int, directory: epath.Path) -> None:
-    try:
-        fcntl.flock(file, operation | fcntl.LOCK_NB)
-    except BlockingIOError as error:
+def _lock(file: IO, directory: epath.Path, shared: bool = False) -> None:
+    if not try_lock(file, directory, shared):
         file.seek(0)
-        raise _in_use(directory, file.read()) from error
-    except OSError as error:  # some network file systems know no locks
-        logging.warning("%s cannot be locked (%s): see to it that only one run uses it", directory, error.strerror)
+        raise _in_use(directory, file.read())
 
 
 @contextlib.contextmanager

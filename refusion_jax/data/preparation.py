@@ -9,7 +9,6 @@ DIR/.progress/                    until all is done: state from which an interru
 import collections
 import contextlib
 import dataclasses
-import fcntl
 import functools
 import hashlib
 import json
@@ -30,7 +29,7 @@ from refusion_jax.data.rows import token_type
 from refusion_jax.data.shards import PrepareSettings, Report, Worker
 from refusion_jax.data.workers import Runner, Task
 from refusion_jax.distributed.json_files import read_json
-from refusion_jax.distributed.storage import replacing, write_file
+from refusion_jax.distributed.storage import replacing, try_lock, write_file
 
 _DRAWN = 64  # parts of files that make a chunk, if they are shuffled
 
@@ -241,10 +240,8 @@ def _only_one(progress: epath.Path) -> Iterator[None]:
         yield
         return
     with open(progress / "lock", "w") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            raise UserError(f"--output={progress.parent}: another `prepare` is writing to it") from None
+        if not try_lock(lock, progress.parent):
+            raise UserError(f"--output={progress.parent}: another `prepare` is writing to it")
         for split in (progress.parent, progress.parent / "held_out"):
             for left in split.glob(".tmp-*"):  # by one that was killed
                 left.unlink()

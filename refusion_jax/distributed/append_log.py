@@ -1,6 +1,5 @@
 """A log of JSON objects, one a line: one process at a time appends to it, and a kill at any byte leaves it usable."""
 
-import fcntl
 import json
 import os
 from collections.abc import Iterator
@@ -11,7 +10,7 @@ from absl import logging
 from etils import epath
 
 from refusion_jax.cli.errors import UserError, first_line
-from refusion_jax.distributed.storage import read_file
+from refusion_jax.distributed.storage import read_file, try_lock
 
 
 def parse_log(content: bytes) -> Iterator[dict[str, Any]]:
@@ -44,13 +43,9 @@ class AppendLog:
             self._file = os.open(path, os.O_RDWR | os.O_APPEND | (os.O_CREAT if create else 0), 0o666)
         except OSError as error:
             raise UserError(f"{path} cannot be written: {error.strerror}") from error
-        try:
-            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
+        if not try_lock(self._file, path):
             os.close(self._file)
-            raise UserError(f"{path} is being written by another process; name another output") from error
-        except OSError as error:  # some network file systems know no locks
-            logging.warning("%s cannot be locked: %s", path, error.strerror)
+            raise UserError(f"{path} is being written by another process; name another output")
 
     def read(self) -> tuple[bytes, bytes]:
         """(all whole lines, what there is of one that was cut off)."""

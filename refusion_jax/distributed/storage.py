@@ -4,6 +4,7 @@ Object stores know whole objects only: nothing can be appended to, and a write i
 """
 
 import contextlib
+import fcntl
 import logging as loggers
 import os
 import secrets
@@ -13,6 +14,7 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import IO
 
 from absl import logging
 from etils import epath
@@ -102,6 +104,17 @@ def replacing(path: epath.PathLike) -> Iterator[Path]:
         os.fsync(directory)  # the new name, too
     finally:
         os.close(directory)
+
+
+def try_lock(file: int | IO, path: epath.PathLike, shared: bool = False) -> bool:
+    """Takes the operating system's lock on an open file, which ends with the process: whether no other holds it."""
+    try:
+        fcntl.flock(file, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError as error:  # some network file systems know no locks
+        logging.warning("%s cannot be locked (%s): see to it that only one process uses it", path, error.strerror)
+    return True
 
 
 def remove(directory: epath.Path) -> None:
