@@ -2,9 +2,7 @@
 
 import itertools
 from collections.abc import Iterator
-from importlib import resources
 
-import jinja2
 import ml_collections
 import numpy as np
 from etils import epath
@@ -18,6 +16,7 @@ from refusion_jax.distributed.json_files import read_json_lines
 from refusion_jax.model.flops import count_weights
 from refusion_jax.systems.interface import train_flops_per_row
 from refusion_jax.training.inspection import visible_text
+from refusion_jax.training.run_report import PAGES
 
 BEGINNING = b"<!doctype html><!-- prepared data, by refusion_jax.inspect_data -->"  # of every page
 _SAMPLES, _TOKENS = 8, 300
@@ -53,10 +52,8 @@ def data_page(data: PreparedRows, tokenizer: Tokenizer, config: ml_collections.C
     ]
     if config is not None:
         tables.append(_estimate(data, tokenizer, config))
-    template = resources.files("refusion_jax.training").joinpath("data_page.html").read_text("utf-8")
-    environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined)
     shown = {"title": data.path, "command": manifest.command, "tables": tables, "most": _TOKENS}
-    return environment.from_string(template).render(**shown, samples=list(_samples(data, tokenizer)))
+    return PAGES.get_template("data_page.html").render(**shown, samples=list(_samples(data, tokenizer)))
 
 
 def _of(counts: dict[str, int], whole: int) -> list[tuple]:

@@ -14,7 +14,6 @@ import re
 import statistics
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from importlib import resources
 from typing import Any, NamedTuple
 
 import jinja2
@@ -31,6 +30,9 @@ from refusion_jax.training import events
 from refusion_jax.training.metrics import SAMPLES, read_metrics
 
 BEGINNING = b"<!doctype html><!-- runs, by refusion_jax.report -->"  # of every page
+PAGES = jinja2.Environment(
+    loader=jinja2.PackageLoader("refusion_jax.training", ""), autoescape=True, undefined=jinja2.StrictUndefined
+)
 MOST = 8  # runs of a page: more cannot be told apart by colour
 _POINTS = 300  # of a line; more become means, within a band from the least to the most
 
@@ -237,18 +239,13 @@ def _differences(runs: Sequence[ShownRun]) -> tuple[list[str], list[tuple[str, l
 
 def page(runs: Sequence[ShownRun], shown: Sequence[tuple[str, str, list[Chart]]]) -> str:
     """The page, as HTML, of runs and of sections whose charts are drawn."""
-    template = resources.files("refusion_jax.training").joinpath("run_report.html").read_text("utf-8")
-    return (
-        jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined)
-        .from_string(template)
-        .render(
-            runs=[(run, _summary(run)) for run in runs],
-            summary=_SUMMARY,
-            sections=shown,
-            goodput=[_goodput(run) for run in runs if run.events],
-            answers=_answers(runs),
-            played=[id for id, _ in played(runs)],
-            differences=_differences(runs),
-            colors=_COLORS,
-        )
+    return PAGES.get_template("run_report.html").render(
+        runs=[(run, _summary(run)) for run in runs],
+        summary=_SUMMARY,
+        sections=shown,
+        goodput=[_goodput(run) for run in runs if run.events],
+        answers=_answers(runs),
+        played=[id for id, _ in played(runs)],
+        differences=_differences(runs),
+        colors=_COLORS,
     )
