@@ -185,8 +185,7 @@ def session(run: Run, start_over: bool) -> str:
                 break
 
         outcome = "rolled back" if run.failure else "complete" if now.is_end else "preempted"
-        with s.events.timed("end", step=step, reason=outcome):
-            s.clock.flush()
+        with s.pause("end", step=step, reason=outcome):
             s.checkpoints.wait()
     if run.failure:
         say(f"{run.failure}: rolling back to the newest checkpoint, and past the rows after it")

@@ -55,13 +55,6 @@ class EventLog:
         if self._file:
             self._file.append({"time": self._epoch + time.monotonic() - ago, "event": event, **values})
 
-    @contextlib.contextmanager
-    def timed(self, event: str, **values: Any) -> Iterator[None]:
-        """Adds an event with the duration of the block."""
-        began = time.monotonic()
-        yield
-        self.write(event, seconds=round(time.monotonic() - began, 4), **values)
-
     def close(self) -> None:
         if self._file:
             self._file.close()

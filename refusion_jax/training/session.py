@@ -157,12 +157,13 @@ class Session:
 
     @contextlib.contextmanager
     def pause(self, event: str, **values: Any) -> Iterator[None]:
-        """Logs a block that is not training as an event, and leaves it out of the rates."""
+        """Logs a block that is not training as an event with its duration, and leaves it out of the rates."""
         self.clock.flush()
         began = time.monotonic()
-        with self.events.timed(event, **values):
-            yield
-        self.metrics.paused(time.monotonic() - began)
+        yield
+        seconds = time.monotonic() - began
+        self.events.write(event, seconds=round(seconds, 4), **values)
+        self.metrics.paused(seconds)
 
 
 def _initial_weights(run: Run) -> dict | None:
