@@ -157,7 +157,7 @@ def main() -> None:
         print(f"{checkpoint} {note}", file=sys.stderr, flush=True)
     with Console().status("loading and compiling") if is_terminal else contextlib.nullcontext():
         engine = Engine(load_for(checkpoint, settings, _DTYPE.value, mesh), settings, rows=1)
-        engine.start(failed=lambda: None)
+        engine.start()
     try:
         if engine.failure:
             raise Failure(f"the decoder has failed: {first_line(engine.failure)}") from engine.failure

@@ -100,7 +100,7 @@ def engine():
     model = sharp_model()
     own = settings("ar", new=96, eos_id=29, cache_length=128)
     engine = Engine(model, own, rows=2)
-    engine.start(failed=lambda: None)
+    engine.start()
     yield engine, model, own
     engine.close()
 
@@ -145,7 +145,7 @@ def test_a_lossless_decoder_is_served_and_so_are_the_gaps_that_it_fills():
     gaps = Request([BOS, 9], (5, [7, 8], 4)), Request([BOS, 6], (3, [11]))
     asked = [*(Request([BOS, 7 + i]) for i in range(4)), *gaps]
     engine, told = Engine(model, own, rows=2), Told()
-    engine.start(failed=lambda: None)
+    engine.start()
     try:
         requests = [engine.check(dataclasses.replace(request, settings=own)) for request in asked]
         engine.submit([told.job(i, request) for i, request in enumerate(requests)])

@@ -34,7 +34,7 @@ def address(trained_run):
         Access(["secret"], hosts=["127.0.0.1"]),
         refusion_jax.__version__,
     )
-    engine.start(failed=lambda: None)
+    engine.start()
     with listen("127.0.0.1", 0) as listening:
         server = uvicorn.Server(uvicorn.Config(app, lifespan="off", log_level="warning"))
         thread = threading.Thread(target=lambda: asyncio.run(server.serve([listening])))

@@ -166,7 +166,7 @@ def test_answers_with_and_without_grammars_do_not_change_each_other(world):
     engine, told, grammar = Engine(model, own, rows=4), Told(), grammars.compile("a", "json", PERSON)
     free = [request_of(world, None, "sequential", str(i), 64, temperature=1.0) for i in range(8)]
     bound = [dataclasses.replace(request, grammar=grammar) for request in free]
-    engine.start(failed=lambda: None)
+    engine.start()
     try:
         program = engine._batch._compiled
         constrained = engine.constrained(grammar)

@@ -109,7 +109,6 @@ class Engine:
         self._read: list[tuple[Job, Any, bool]] = []  # what is to be reported: see `_report`
         self._changed = threading.Condition()
         self._is_started = self._is_closed = False
-        self._failed: Callable[[], None] = lambda: None
         self.failure: Exception | None = None
         self._thread = threading.Thread(target=self._guard, name="engine", daemon=True)
 
@@ -163,7 +162,7 @@ class Engine:
                 rows = batch_rows(-(-self.rows // 4), self.rows, mesh_of(self._model))
                 kept = self._prefix_cache and self._prefix_cache // 4
                 second = Engine(self._model, self.settings, rows, grammar, kept)
-                second.start(failed=lambda: None)
+                second.start()
                 self._second = second
         return self._second
 
@@ -184,7 +183,7 @@ class Engine:
                 self._waiting.append(own)
             self._changed.notify()
 
-    def start(self, failed: Callable[[], None]) -> None:
+    def start(self, failed: Callable[[], None] = lambda: None) -> None:
         """Starts the thread, and compiles by decoding an answer; calls `failed` once where it cannot go on, ever."""
         self._failed, done = failed, threading.Event()
 

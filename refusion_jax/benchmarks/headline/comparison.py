@@ -118,7 +118,7 @@ class Comparison:
 
     def _trained(self, run: TrainingRun, verb: str = "train") -> Trained:
         def make() -> dict[str, Any]:
-            trained = train(run, self._directory, command.say)
+            trained = train(run, self._directory)
             # Before any other run is trained for problems that do not fit:
             check_fit(self._validation + self._test, load_tokenizer(self._workdir(run)), self._budget)
             about = {"system": run.system, "start": run.start, "seed": run.seed, "name": run.name}

@@ -7,11 +7,11 @@ import contextlib
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from refusion_jax.benchmarks.headline.experiment import TrainingRun
+from refusion_jax.cli import command
 from refusion_jax.cli.errors import Failure
 from refusion_jax.distributed.preemption import EXIT_CODE
 from refusion_jax.training.metrics import read_metrics
@@ -20,8 +20,8 @@ _NEWS_SECONDS = 60.0
 _KEPT = ("step", "tokens", "loss", "eval_loss", "eval_bits_per_byte", "eval_bits_per_byte_is_bound")  # of metrics.jsonl
 
 
-def train(run: TrainingRun, directory: Path, say: Callable[[str], None]) -> dict[str, Any]:
-    """Trains a run to its end, resuming if it was interrupted; about once a minute `say` is called with a line.
+def train(run: TrainingRun, directory: Path) -> dict[str, Any]:
+    """Trains a run to its end, resuming if it was interrupted; about once a minute it says how far that is.
 
     Returns {"seconds" of training, "tokens", "losses": what each record of metrics.jsonl has of _KEPT}. Raises Failure
     where training fails, with the last line of its log.
@@ -30,7 +30,7 @@ def train(run: TrainingRun, directory: Path, say: Callable[[str], None]) -> dict
     log.parent.mkdir(parents=True, exist_ok=True)
     code = EXIT_CODE
     while code == EXIT_CODE:  # it was preempted and has saved: resume
-        code = _run([sys.executable, "-m", "refusion_jax.train", *run.flags(directory)], log, workdir, say)
+        code = _run([sys.executable, "-m", "refusion_jax.train", *run.flags(directory)], log, workdir)
     if code:
         last = (log.read_text(errors="replace").strip().splitlines() or ["it said nothing"])[-1]
         raise Failure(f"training {run.name} ended with exit code {code}: {last[:300]} (all of it is in {log})")
@@ -39,17 +39,17 @@ def train(run: TrainingRun, directory: Path, say: Callable[[str], None]) -> dict
     return {"seconds": records[-1]["seconds"], "tokens": records[-1]["tokens"], "losses": losses}
 
 
-def _run(command: list[str], log: Path, workdir: Path, say: Callable[[str], None]) -> int:
+def _run(line: list[str], log: Path, workdir: Path) -> int:
     """The exit code of a command. If this process is terminated, so is the child, which saves its run."""
     with log.open("ab") as out:
-        process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=out, stderr=subprocess.STDOUT)
+        process = subprocess.Popen(line, stdin=subprocess.DEVNULL, stdout=out, stderr=subprocess.STDOUT)
     before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     try:
         while True:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 return process.wait(_NEWS_SECONDS)
             if records := read_metrics(workdir):
-                say(f"... step {records[-1]['step']}, loss {records[-1]['loss'] or float('nan'):.3f}")
+                command.say(f"... step {records[-1]['step']}, loss {records[-1]['loss'] or float('nan'):.3f}")
     finally:
         signal.signal(signal.SIGTERM, before)
         process.terminate()  # nothing, where it has ended
