@@ -300,11 +300,6 @@ def as_written(command: str, own: flags.FlagValues) -> str:
     return shlex.join(["python", "-m", *f"refusion_jax.{command}".split(), *flags_given])
 
 
-def is_given(flag: str) -> bool:
-    """Whether the command line has a flag, which is one of those that it alone makes."""
-    return flag in flags.FLAGS
-
-
 def given(own: flags.FlagValues = flags.FLAGS) -> dict[str, Any]:
     """The settings of `define_settings` that were given on the command line."""
     settings = {name.removeprefix("decode."): own[name].value for name in own if name.startswith("decode.")}

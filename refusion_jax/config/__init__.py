@@ -12,6 +12,7 @@ from typing import Any, NoReturn
 
 import jax
 import ml_collections
+from absl import flags
 from flax.traverse_util import flatten_dict
 
 from refusion_jax.cli import command
@@ -84,7 +85,7 @@ def check(c: ml_collections.ConfigDict) -> None:
         key.check("config", name, _get(c, name))
     make_objective(c, mask_id=0)
     for name, (needed, has_effect) in _NEEDS.items():  # a config file may set what flags then leave without effect
-        is_set = command.is_given(f"config.{name}") and _get(c, name) != keys()[name].default
+        is_set = f"config.{name}" in flags.FLAGS and _get(c, name) != keys()[name].default
         if is_set and not has_effect(c):
             refuse(name, f"has no effect without --config.{needed}")
     if c.batch_size % c.accumulation:
