@@ -48,37 +48,35 @@ class Seen:
         return (self.whole - self.first) / max(self.tokens - 1, 1)
 
 
-class Clients:
-    """Threads that ask the server at an address, each over a connection of its own that is kept."""
+def ask_all(address: tuple[str, int], clients: int, bodies: Sequence[dict[str, Any]]) -> list[Seen]:
+    """So many clients ask, each over a connection that is kept, and the next as soon as it has the last answer."""
+    own = threading.local()
 
-    def __init__(self, address: tuple[str, int], count: int):
-        self._address, self._own = address, threading.local()
-        self._pool = concurrent.futures.ThreadPoolExecutor(count)
+    def ask(body: dict[str, Any]) -> Seen:
+        if not hasattr(own, "connection"):
+            own.connection = http.client.HTTPConnection(*address, timeout=600)
+        return _ask(own.connection, body)
 
-    def ask_all(self, bodies: Sequence[dict[str, Any]]) -> list[Seen]:
-        """Each client takes the next request as soon as it has the answer to the last one."""
-        return list(self._pool.map(self._ask, bodies))
+    with concurrent.futures.ThreadPoolExecutor(clients) as pool:
+        return list(pool.map(ask, bodies))
 
-    def ask_at(self, times: Sequence[float], bodies: Sequence[dict[str, Any]]) -> list[Seen]:
-        """Requests are sent at these seconds from now, whatever has been answered until then."""
-        began, asked = time.perf_counter(), []
-        for at, body in zip(times, bodies, strict=True):
-            time.sleep(max(0.0, began + at - time.perf_counter()))
-            asked.append(self._pool.submit(self._ask_anew, body))
-        return [one.result() for one in asked]
 
-    def _ask(self, body: dict[str, Any]) -> Seen:
-        if not hasattr(self._own, "connection"):
-            self._own.connection = self._connection()
-        return _ask(self._own.connection, body)
+def ask_at(
+    address: tuple[str, int], clients: int, times: Sequence[float], bodies: Sequence[dict[str, Any]]
+) -> list[Seen]:
+    """Requests are sent at these seconds from now, whatever has been answered until then."""
 
-    def _ask_anew(self, body: dict[str, Any]) -> Seen:
-        """Asks over a new connection, since the server closes those that are idle."""
-        with contextlib.closing(self._connection()) as connection:
+    def ask(body: dict[str, Any]) -> Seen:
+        # Over a new connection, since the server closes those that are idle.
+        with contextlib.closing(http.client.HTTPConnection(*address, timeout=600)) as connection:
             return _ask(connection, body)
 
-    def _connection(self) -> http.client.HTTPConnection:
-        return http.client.HTTPConnection(*self._address, timeout=600)
+    began, asked = time.perf_counter(), []
+    with concurrent.futures.ThreadPoolExecutor(clients) as pool:
+        for at, body in zip(times, bodies, strict=True):
+            time.sleep(max(0.0, began + at - time.perf_counter()))
+            asked.append(pool.submit(ask, body))
+    return [one.result() for one in asked]
 
 
 def _ask(connection: http.client.HTTPConnection, body: dict[str, Any]) -> Seen:

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from refusion_jax.benchmarks._clients import Clients, events, post
+from refusion_jax.benchmarks._clients import ask_all, events, post
 
 _MALFORMED = [b"", b"[]", b'{"prompt": ', b'{"prompt": NaN}', b'{"prompt": "\xff"}', b'{"messages": 3, "prompt": {}}']
 _MALFORMED += [json.dumps({"prompt": "a"} | more).encode() for more in (
@@ -35,7 +35,7 @@ def soak(
 ) -> dict[str, Any]:
     """What many clients see of a server in some minutes; the answer to each body must be what it gets alone, before."""
     bodies = [body | {"seed": 0, "stream": False} for body in bodies]
-    alone = [Clients(address, 1).ask_all([body])[0].text for body in bodies]
+    alone = [one.text for one in ask_all(address, 1, bodies)]
     seen, memory, ends = [], [], time.monotonic() + 60 * minutes
 
     def client(number: int) -> None:

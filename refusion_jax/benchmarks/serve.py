@@ -32,7 +32,7 @@ from etils import epath
 from rich.console import Console
 from rich.table import Table
 
-from refusion_jax.benchmarks._clients import Clients, Seen, arrivals, serving
+from refusion_jax.benchmarks._clients import Seen, arrivals, ask_all, ask_at, serving
 from refusion_jax.benchmarks._soak import soak
 from refusion_jax.benchmarks.decode import SIZES, random_model, read_setup, timed
 from refusion_jax.checkpoints.load import load_model, load_tokenizer
@@ -101,14 +101,14 @@ def _by_clients(address, checkpoint: str, clients: list[int], own: flags.FlagVal
     }
     decode = _decoding(checkpoint, [problem.query for problem in problems], own)
     decode()  # compiles; not counted, as the clients' first answers
-    Clients(address, max(clients)).ask_all(asked["whole"])
+    ask_all(address, max(clients), asked["whole"])
     for count in clients:
         repeats = {how: [] for how in asked}
         for _ in range(own.repeats):
             plain = decode()
             for how, these in asked.items():
                 began = time.perf_counter()
-                seen = Clients(address, count).ask_all(these)  # anew: the server closes connections that are idle
+                seen = ask_all(address, count, these)  # anew: the server closes connections that are idle
                 repeats[how].append((seen, time.perf_counter() - began, plain))
         for how, some in repeats.items():
             record = {"benchmark": "serve", "clients": count, "how": how, "requests": len(problems)}
@@ -127,9 +127,9 @@ def _by_clients(address, checkpoint: str, clients: list[int], own: flags.FlagVal
 def _at_rate(address, own: flags.FlagValues) -> Iterator[dict[str, Any]]:
     times, bodies = arrivals(own.requests, own.rate, _ROOM if not own.checkpoint else 64, own.new_tokens)
     how = {"stream": True, "stream_options": {"include_usage": True}}
-    Clients(address, 16).ask_all([body | how for body in bodies[:16]])  # not counted
+    ask_all(address, 16, [body | how for body in bodies[:16]])  # not counted
     began = time.perf_counter()
-    seen = Clients(address, min(own.requests, 512)).ask_at(times, [body | how for body in bodies])
+    seen = ask_at(address, min(own.requests, 512), times, [body | how for body in bodies])
     seconds, tokens = time.perf_counter() - began, sum(one.tokens for one in seen)
     good = [1e3 * one.first <= own.slo_first_ms and 1e3 * one.between <= own.slo_between_ms for one in seen]
     record = {"benchmark": "serve", "rate": own.rate, "requests": len(seen), "tokens": tokens}
