@@ -27,7 +27,7 @@ from refusion_jax.decoding.requests import Answer, Request
 from refusion_jax.decoding.stops import Stops
 from refusion_jax.decoding.trajectory import Trajectory
 from refusion_jax.evaluation.generation import check_fits, generate, settings_for
-from refusion_jax.evaluation.hosts import Hosts
+from refusion_jax.evaluation.hosts import exchange, own_share
 from refusion_jax.evaluation.likelihood import likelihoods, longest_scored
 from refusion_jax.model.transformer import Transformer
 from refusion_jax.systems.registry import system_of
@@ -129,10 +129,10 @@ class EvaluatedModel(TemplateLM):
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
         """Answers, each cut before its first stop string."""
-        samples, hosts = self.samples(requests), Hosts(self.model)
+        samples = self.samples(requests)
         for request, sample in zip(requests, samples, strict=True):
             self.asked[request.task_name][request.doc_id].append(sample)
-        own = hosts.own_share(len(samples))
+        own = own_share(self.model, len(samples))
         missing = [number for number in own if samples[number].key not in self.known]
         some = [samples[number] for number in missing]
         wanted = [a.request for a in some]
@@ -159,7 +159,7 @@ class EvaluatedModel(TemplateLM):
                 kept["scene"] = dataclasses.asdict(scene)
             self._keep(some[at].key, kept)
             self.cache_hook.add_partial("generate_until", requests[missing[at]].args, self.known[some[at].key]["text"])
-        records = hosts.exchange([self.known[samples[number].key] for number in own], len(samples))
+        records = exchange(self.model, [self.known[samples[number].key] for number in own], len(samples))
         self.known |= {a.key: record for a, record in zip(samples, records, strict=True)}  # with those of other hosts
         return [record["text"] for record in records]
 
@@ -257,8 +257,7 @@ class EvaluatedModel(TemplateLM):
         if (longest := max((len(text) for _, text in texts), default=0)) > self._scored - 1:
             raise UserError(f"a continuation of {longest} tokens cannot be scored: the model reads {self._room}")
         keys = [key_of("likelihood", self._identity, how, context, text) for context, text in texts]
-        hosts = Hosts(self.model)
-        own = hosts.own_share(len(texts))
+        own = own_share(self.model, len(texts))
         missing = [number for number in own if keys[number] not in self.known]
         parts = [missing[at : at + _TEXTS] for at in range(0, len(missing), _TEXTS)]
         for part in track(parts, "scoring", len(parts)):
@@ -267,7 +266,7 @@ class EvaluatedModel(TemplateLM):
             scored = likelihoods(self.model, contexts, continuations, keys=numbers, **how)
             for number, likelihood in zip(part, scored, strict=True):
                 self._keep(keys[number], dataclasses.asdict(likelihood))
-        records = hosts.exchange([self.known[keys[number]] for number in own], len(texts))
+        records = exchange(self.model, [self.known[keys[number]] for number in own], len(texts))
         return [(record["nats"], record["is_greedy"]) for record in records]
 
 

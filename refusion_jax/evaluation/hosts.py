@@ -25,22 +25,22 @@ def open_journal(directory: Path) -> Journal:
     return journal
 
 
-class Hosts:
-    """Which host answers which requests."""
+def own_share(model: Transformer, count: int) -> range:
+    """Indices of the requests that this host answers; all where the weights are sharded over several hosts."""
+    hosts = _hosts(model)
+    return range(jax.process_index() % hosts, count, hosts)
 
-    def __init__(self, model: Transformer):
-        """Hosts split the requests unless the model's weights are sharded over several hosts."""
-        self._count = 1 if mesh_of(model).is_multi_process else jax.process_count()
 
-    def own_share(self, count: int) -> range:
-        """Indices of the requests that this host answers."""
-        return range(jax.process_index() % self._count, count, self._count)
+def exchange(model: Transformer, own: Sequence[Any], count: int) -> list[Any]:
+    """The answers to all `count` requests; every host calls this with those of its share, which JSON can hold."""
+    hosts = _hosts(model)
+    if hosts == 1:
+        return list(own)
+    everything: list = [None] * count
+    for host, part in enumerate(gather_texts(json.dumps(list(own)))):
+        everything[host::hosts] = json.loads(part)
+    return everything
 
-    def exchange(self, own: Sequence[Any], count: int) -> list[Any]:
-        """The answers to all `count` requests; every host calls this with those of its share, which JSON can hold."""
-        if self._count == 1:
-            return list(own)
-        everything: list = [None] * count
-        for host, part in enumerate(gather_texts(json.dumps(list(own)))):
-            everything[host :: self._count] = json.loads(part)
-        return everything
+
+def _hosts(model: Transformer) -> int:
+    return 1 if mesh_of(model).is_multi_process else jax.process_count()

@@ -26,7 +26,7 @@ from refusion_jax.decoding.queue import mesh_of
 from refusion_jax.decoding.requests import check_tokens, whole_numbers
 from refusion_jax.distributed import sharding
 from refusion_jax.distributed.processes import fetch
-from refusion_jax.evaluation.hosts import Hosts
+from refusion_jax.evaluation.hosts import exchange, own_share
 from refusion_jax.model.transformer import Transformer
 from refusion_jax.systems.interface import ScoredText, ScoredTokens, System
 from refusion_jax.systems.registry import default_system, system_of
@@ -140,10 +140,9 @@ def held_out_bits(
     size = sum(len(tokenizer.decode(response.tolist()).encode()) for response in responses)
     if not size:
         return {}
-    hosts = Hosts(model)
-    own = hosts.own_share(len(prompts))
+    own = own_share(model, len(prompts))
     scored = likelihoods(model, [prompts[i] for i in own], [responses[i] for i in own], keys=own, **how)
-    scored = [Likelihood(*each) for each in hosts.exchange([*map(dataclasses.astuple, scored)], len(prompts))]
+    scored = [Likelihood(*each) for each in exchange(model, [*map(dataclasses.astuple, scored)], len(prompts))]
     nats, tokens = sum(s.nats for s in scored), sum(map(len, responses))
     error = sum(s.error**2 for s in scored) ** 0.5
     return {
