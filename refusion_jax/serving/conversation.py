@@ -6,7 +6,7 @@ from pydantic import Field, Json, field_validator, model_validator
 
 from refusion_jax.serving.strict import Strict
 
-_MOST_PARTS = 1024  # of a message, and calls in it
+MOST_PARTS = 1024  # of a message, messages of a conversation, and texts to choose from
 _NAME = r"^[a-zA-Z0-9_.-]{1,128}$"  # of a function
 
 
@@ -73,8 +73,8 @@ class Message(Strict):
     """A turn of a conversation; a developer's is that of the system, by its new name."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | Annotated[list[TextPart], Field(max_length=_MOST_PARTS)] = ""
-    tool_calls: list[ToolCall] = Field(default_factory=list, max_length=_MOST_PARTS)
+    content: str | Annotated[list[TextPart], Field(max_length=MOST_PARTS)] = ""
+    tool_calls: list[ToolCall] = Field(default_factory=list, max_length=MOST_PARTS)
     tool_call_id: str | None = Field(None, description="Of the call whose result this is")
 
     @model_validator(mode="after")
@@ -88,8 +88,12 @@ class Message(Strict):
     @property
     def turn(self) -> dict[str, Any]:
         """As chat templates take it, the content as one text."""
-        text = self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
-        turn = {"role": "system" if self.role == "developer" else self.role, "content": text}
+        turn = {"role": "system" if self.role == "developer" else self.role, "content": text_of(self.content)}
         if self.tool_calls:
             turn["tool_calls"] = [call.model_dump(exclude={"index"}) for call in self.tool_calls]
         return turn | ({"tool_call_id": self.tool_call_id} if self.tool_call_id else {})
+
+
+def text_of(content: str | list[Any]) -> str:
+    """The text of a content that may be parts."""
+    return content if isinstance(content, str) else "".join(part.text for part in content)

@@ -4,11 +4,10 @@ from typing import Any, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
-from refusion_jax.serving.conversation import Message, NamedTool, Tool
+from refusion_jax.serving.conversation import MOST_PARTS, Message, NamedTool, Tool
 from refusion_jax.serving.strict import Strict
 
 _MOST_CHOICES = 1024  # answers in a response
-_MOST_PARTS = 1024  # messages of a conversation, and texts to choose from
 MOST_TOOLS = 128
 _MOST_STOPS, _LONGEST_STOP = 16, 256  # looked for in every row again and again
 _ANY_OBJECT = {"type": "object"}
@@ -42,7 +41,7 @@ class StructuredOutputs(Strict):
 
     json_: dict[str, Any] | str | None = Field(None, alias="json")
     regex: str | None = None
-    choice: list[str] | None = Field(None, min_length=1, max_length=_MOST_PARTS)
+    choice: list[str] | None = Field(None, min_length=1, max_length=MOST_PARTS)
     json_object: bool = False
 
 
@@ -93,7 +92,7 @@ class _Body(Strict):
     guided_json: dict[str, Any] | str | None = Field(None, description="A JSON Schema that the answer follows")
     guided_regex: str | None = Field(None, description="A regular expression that the answer matches as a whole")
     guided_choice: list[str] | None = Field(
-        None, min_length=1, max_length=_MOST_PARTS, description="The answer is one of these"
+        None, min_length=1, max_length=MOST_PARTS, description="The answer is one of these"
     )
 
     @property
@@ -169,7 +168,7 @@ class TemplateArguments(Strict):
 class Chat(_Body):
     """The body of POST /v1/chat/completions."""
 
-    messages: list[Message] = Field(min_length=1, max_length=_MOST_PARTS)
+    messages: list[Message] = Field(min_length=1, max_length=MOST_PARTS)
     max_completion_tokens: int | None = Field(None, ge=0, le=2**24, description="Another name of max_tokens")
     logprobs: bool = Field(False, description="Slots are scored in text order")
     top_logprobs: int = Field(0, ge=0, le=1, description="1: the most probable token at each place, too")

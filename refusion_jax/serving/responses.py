@@ -11,13 +11,12 @@ from fastapi import Request
 from pydantic import Discriminator, Field, Tag, ValidationError, field_validator, model_validator
 
 from refusion_jax.cli.errors import UserError
-from refusion_jax.serving.conversation import CalledFunction, Function, Named
+from refusion_jax.serving.conversation import MOST_PARTS, CalledFunction, Function, Named, text_of
 from refusion_jax.serving.protocol import MOST_TOOLS, Chat, JsonSchema
 from refusion_jax.serving.reply import Reply, to_json
 from refusion_jax.serving.service import Service
 from refusion_jax.serving.strict import Strict
 
-_MOST_PARTS = 1024
 # By the reason for which an answer ends.
 _STATUS = {"stop": "completed", "tool_calls": "completed", "length": "incomplete", None: "in_progress"}
 _AS_CHAT = {"max_output_tokens": "max_tokens"}
@@ -29,10 +28,10 @@ class Part(Strict):
 
     type: Literal["input_text", "output_text"]
     text: str
-    annotations: list[Any] = Field(default_factory=list, max_length=_MOST_PARTS)
+    annotations: list[Any] = Field(default_factory=list, max_length=MOST_PARTS)
 
 
-Content = str | Annotated[list[Part], Field(max_length=_MOST_PARTS)]
+Content = str | Annotated[list[Part], Field(max_length=MOST_PARTS)]
 
 
 class Item(Strict):
@@ -105,7 +104,7 @@ class Text(Strict):
 class TextRequest(Strict):
     """The body of POST /v1/responses; nothing is stored, so that `input` has all turns."""
 
-    input: list[AnyItem] = Field(min_length=1, max_length=_MOST_PARTS, description="Turns, or the text of the user's")
+    input: list[AnyItem] = Field(min_length=1, max_length=MOST_PARTS, description="Turns, or the text of the user's")
     instructions: str | None = Field(None, description="Of the system, before the input")
     model: str | None = None
     max_output_tokens: int | None = Field(None, ge=1, le=2**24)
@@ -136,9 +135,9 @@ class TextRequest(Strict):
         turns = [{"role": "system", "content": self.instructions}] if self.instructions else []
         for item in self.input:
             if isinstance(item, Item):
-                turns.append({"role": item.role, "content": _text(item.content)})
+                turns.append({"role": item.role, "content": text_of(item.content)})
             elif isinstance(item, Result):
-                turns.append({"role": "tool", "tool_call_id": item.call_id, "content": _text(item.output)})
+                turns.append({"role": "tool", "tool_call_id": item.call_id, "content": text_of(item.output)})
             else:  # part of what the assistant has said last
                 if not turns or turns[-1]["role"] != "assistant":
                     turns.append({"role": "assistant", "content": ""})
@@ -228,10 +227,6 @@ class TextReply(Reply):
             yield event("failed", response=self._response(output, None) | failed)
         finally:
             self._forget()
-
-
-def _text(content: str | list[Part]) -> str:
-    return content if isinstance(content, str) else "".join(part.text for part in content)
 
 
 def _nested(flat: FlatTool | FlatNamedTool) -> dict[str, Any]:
