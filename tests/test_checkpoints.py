@@ -24,7 +24,7 @@ from refusion_jax.checkpoints import checksums
 from refusion_jax.checkpoints import manager as checkpoints_module
 from refusion_jax.checkpoints.directory import TEMPORARY, find_step, is_complete, saved_steps
 from refusion_jax.checkpoints.manager import Checkpoints
-from refusion_jax.checkpoints.weights import restore_params, stored_dtype
+from refusion_jax.checkpoints.weights import open_params, restore_params, save_params, stored_dtype
 from refusion_jax.cli.errors import Failure
 from refusion_jax.distributed import sharding
 from refusion_jax.model.transformer import Transformer, logical_axes
@@ -129,6 +129,18 @@ def test_weights_of_another_shape_are_named(tmp_path, capfd):
     with pytest.raises(UserError, match=said):
         restore_params(tmp_path, wanted)
     assert "Event loop" not in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("value", [np.nan, -np.inf])
+def test_weights_that_are_no_numbers_are_named(tmp_path, value):
+    """In a matrix: XLA's maximum of a short vector tells of a NaN on a CPU, and that of a matrix does not."""
+    params = {"layers": {"o_proj": jnp.ones((64, 128)).at[3, 5].set(value)}}
+    save_params(tmp_path, params)
+    said = "checkpoints/0/params: layers.o_proj holds values that are not finite as float32"
+    with pytest.raises(UserError, match=said):
+        restore_params(tmp_path, target(params))
+    with pytest.raises(UserError, match=said):
+        open_params(tmp_path, target(params))(("layers", "o_proj"), slice(2, 4))
 
 
 def test_a_model_is_loaded_in_a_precision_that_there_is(tmp_path):

@@ -353,6 +353,10 @@ def test_a_decoder_is_its_plain_reference_and_commits_every_position_once(name, 
                 saved += ar["forwards"] - answers[i].forwards
     assert compared > 10
     assert saved or name not in LOSSLESS
+    graphdef, params = nnx.split(model)
+    diverged = nnx.merge(graphdef, jax.tree.map(lambda weight: weight * jnp.nan, params))
+    with pytest.raises(UserError, match=f"the decoder '{name}' commits what is no token"):
+        list(stream(diverged, requests))
 
 
 @pytest.mark.parametrize("name", all_but(QUICK, DECODERS))

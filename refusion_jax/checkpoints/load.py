@@ -17,7 +17,7 @@ from flax import nnx
 
 from refusion_jax.checkpoints import checksums, run_directory
 from refusion_jax.checkpoints.directory import find_step
-from refusion_jax.checkpoints.weights import Reader, open_params, restore_params, stored_dtype
+from refusion_jax.checkpoints.weights import Reader, checked, open_params, restore_params, stored_dtype
 from refusion_jax.cli.errors import SettingError, UserError, check_made, naming
 from refusion_jax.cli.settings import declared, scope
 from refusion_jax.data.fast_tokenizer import find_tokenizer_file, first_difference, load_tokenizer_file
@@ -157,7 +157,7 @@ def load_params(path: epath.Path, target: dict[str, Any]) -> dict[str, Any]:
         return huggingface.load_params(path, target, releases=releases())
     if peft.is_peft(path):
         lora, trained = peft.load(path, target)
-        return _merge(lora, load_params(peft.base_of(path), target), trained, target)
+        return checked(path, _merge(lora, load_params(peft.base_of(path), target), trained, target))
     adapted = run_directory.read_adapters(find_step(path)[0])
     if adapted is None:
         return restore_params(path, target)

@@ -13,6 +13,7 @@ from refusion_jax.checkpoints.directory import check_whole, find_step
 from refusion_jax.checkpoints.writer import Items, make_checkpointer, silence_orbax_tracebacks
 from refusion_jax.cli.errors import UserError, first_line
 from refusion_jax.distributed.storage import absolute
+from refusion_jax.model.huggingface import is_finite
 
 # (path of a weight in the tree, entries of its first axis) -> these entries, in any dtype
 Reader = Callable[[tuple[str, ...], slice], np.ndarray]
@@ -24,9 +25,19 @@ def restore_params(path: epath.Path, target: Any) -> Any:
     directory = _find_params(path, target)
     try:
         with ocp.StandardCheckpointer() as checkpointer:
-            return checkpointer.restore(directory, target)
+            restored = checkpointer.restore(directory, target)
     except Exception as error:  # where no checksum has told of the damage
         raise UserError(f"{directory} cannot be read: {first_line(error)}") from error
+    return checked(directory, restored)
+
+
+def checked(place: epath.Path, params: Any) -> Any:
+    """Weights as they are; UserError, with their place, where one is infinite or not a number."""
+    for path, weight in jax.tree.leaves_with_path(params):
+        if not is_finite(weight):
+            name = jax.tree_util.keystr(path, simple=True, separator=".")
+            raise UserError(f"{place}: {name} holds values that are not finite as {weight.dtype}")
+    return params
 
 
 def open_params(path: epath.Path, target: Any) -> Reader:
@@ -42,7 +53,8 @@ def open_params(path: epath.Path, target: Any) -> Reader:
             name=".".join(name), parent_dir=directory, is_ocdbt_checkpoint=True, ts_context=context
         )
         spec = ocp.type_handlers.get_json_tspec_read(info, use_ocdbt=True)
-        return tensorstore.open(spec, open=True, read=True, context=context).result()[part].read().result()
+        found = tensorstore.open(spec, open=True, read=True, context=context).result()[part].read().result()
+        return checked(directory, {info.name: found})[info.name]
 
     return read
 

@@ -253,9 +253,11 @@ def read_answer(
     positions, tokens = record.positions[: record.count].tolist(), record.tokens[: record.count].tolist()
     text = dict(zip(positions, tokens, strict=True))
     asked = {at for places, given in request.parts if given is None for at in places}
-    if not text.keys() <= asked or len(text) < len(tokens) or not all(0 <= t < ids.num_tokens for t in tokens):
-        by = f"{request.name}: the decoder {request.settings.method!r} commits"
-        raise UserError(f"{by} a place twice, one that it was not to decode, or no token: {tokens} at {positions}")
+    by = f"{request.name}: the decoder {request.settings.method!r} commits"
+    if not all(0 <= token < ids.num_tokens for token in tokens):
+        raise UserError(f"{by} what is no token, as where logits are not finite")
+    if not text.keys() <= asked or len(text) < len(tokens):
+        raise UserError(f"{by} a place twice, or one that it was not to decode: {tokens} at {positions}")
     end = min((at for at, token in text.items() if token == ids.eos_id), default=None)
     for given, own in request.parts[1:]:  # without the prompt, which may be long
         text |= {} if own is None else dict(zip(given, own, strict=True))
