@@ -119,9 +119,7 @@ def best(logits: Float32[Array, "*B V"]) -> Int32[Array, "*B"]:
     """
     V, most = logits.shape[-1], jnp.max(logits, axis=-1, keepdims=True)
     is_best = logits == jnp.where(jnp.isfinite(most), most, jnp.nan)
-    return jnp.min(
-        jnp.where(is_best, jax.lax.broadcasted_iota(jnp.int32, logits.shape, logits.ndim - 1), V), axis=-1
-    )
+    return jnp.min(jnp.where(is_best, jax.lax.broadcasted_iota(jnp.int32, logits.shape, logits.ndim - 1), V), axis=-1)
 
 
 def drawn_from(logits: Float32[Array, "B T V"], settings: TracedSettings) -> Float32[Array, "B T V"]:

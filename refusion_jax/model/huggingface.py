@@ -114,7 +114,7 @@ def _place(tensor: np.ndarray, target: jax.ShapeDtypeStruct) -> jax.Array:
 
 @jax.jit
 def is_finite(tensor: jax.Array) -> jax.Array:
-    """Whether all values are. On a CPU a maximum passes over NaNs, and all(isfinite) holds a fourth of the tensor more."""
+    """Whether all values are. On a CPU a maximum misses NaNs, and all(isfinite) holds a fourth of the tensor more."""
     return jnp.isfinite(jnp.sum(tensor * 0))
 
 
