@@ -11,7 +11,7 @@ from flax import nnx
 from helpers import Letters
 
 from refusion_jax import UserError, load_model, load_tokenizer
-from refusion_jax.batch.batch import is_labelled, weigh
+from refusion_jax.batch.batch import weigh
 from refusion_jax.batch.rows import Rows, noise_keys
 from refusion_jax.config import make_objective
 from refusion_jax.config.run_config import read_config
@@ -59,8 +59,7 @@ def by_hand(objective: str = "refusion") -> dict[str, float]:
     @jax.jit
     def terms(rows: Rows):
         batch = made.corrupt(rows, noise_keys(0, 0, len(rows.tokens)))
-        inputs = batch.inputs, batch.positions, batch.visibility, batch.labels, is_labelled(batch)
-        return weigh(model.cross_entropy(*inputs)[0], batch)
+        return weigh(model.cross_entropy(batch)[0], batch)
 
     found = terms(Rows(*map(jax.numpy.asarray, (rows.tokens, rows.segment_ids, rows.is_response))))
     return {name: float(value) for name, value in found.items()}

@@ -9,6 +9,7 @@ import pytest
 from conftest import causal, tiny_config
 from flax import nnx
 
+from refusion_jax.batch.batch import Batch
 from refusion_jax.cli.errors import SettingError
 from refusion_jax.config import default_config
 from refusion_jax.config.model import model_config
@@ -84,16 +85,14 @@ def test_weights_and_tokens_split_over_chips_give_the_same(name, tolerance):
 @pytest.mark.parametrize(("name", "most"), [("int8", 0.05), ("fp8", 0.2)])
 def test_a_model_has_nearly_the_gradients_that_it_has_without_rounding(name, most):
     tokens = jnp.asarray(np.random.default_rng(0).integers(5, 30, (4, 16)), jnp.int32)
-    positions = jnp.broadcast_to(jnp.arange(16), (4, 16))
+    positions, every = jnp.broadcast_to(jnp.arange(16), (4, 16)), jnp.ones(tokens.shape)
+    batch = Batch(tokens, positions, causal(jnp.ones_like(tokens)), jnp.roll(tokens, 1, 1), {"ar": every})
     gradients = []
     for quantization in ("none", name):
         model = Transformer(tiny_config(), nnx.Rngs(0), quantization=quantization)
 
         def loss(model):
-            costs, _ = model.cross_entropy(
-                tokens, positions, causal(jnp.ones_like(tokens)), jnp.roll(tokens, 1, 1), tokens > 0
-            )
-            return costs.mean()
+            return model.cross_entropy(batch)[0].mean()
 
         gradients.append(nnx.to_pure_dict(nnx.jit(nnx.grad(loss))(model)))
     for a, b in zip(*map(jax.tree.leaves, gradients), strict=True):

@@ -166,27 +166,23 @@ def test_the_model_sees_just_what_the_mask_shows(name):
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def _cross_entropy(graph, params, *of_batch):
-    return nnx.merge(graph, params).cross_entropy(*of_batch)[0]
+def _cross_entropy(graph, params, batch):
+    return nnx.merge(graph, params).cross_entropy(batch)[0]
 
 
 @pytest.mark.parametrize("name", TRAINABLE)
 def test_a_document_is_predicted_packed_as_it_is_alone(name):
     _, batch = batch_of(name, 2)
     model = nnx.split(tiny_model())
-    labelled = is_labelled(batch)
-    whole = _cross_entropy(*model, batch.inputs, batch.positions, batch.visibility, batch.labels, labelled)
-    packed = np.asarray(whole)
+    packed = np.asarray(_cross_entropy(*model, batch))
     segments = np.asarray(batch.visibility.segment_ids)
     for row in range(2):
         for segment in set(segments[row]) - {0}:
             own = np.flatnonzero(segments[row] == segment)
             pad = (0, segments.shape[1] - len(own))  # one length, one compilation
             cut = lambda x, row=row, own=own, pad=pad: jnp.asarray(np.pad(np.asarray(x)[row, own], pad)[None])  # noqa: E731
-            seen = dataclasses.replace(jax.tree.map(cut, batch.visibility), pattern=None)
-            alone = _cross_entropy(
-                *model, *map(cut, (batch.inputs, batch.positions)), seen, *map(cut, (batch.labels, labelled))
-            )
+            alone = jax.tree.map(cut, batch)
+            alone = _cross_entropy(*model, alone.replace(visibility=alone.visibility.replace(pattern=None)))
             np.testing.assert_allclose(np.asarray(alone)[0, : len(own)], packed[row, own], atol=1e-5)
 
 

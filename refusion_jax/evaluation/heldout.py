@@ -19,7 +19,7 @@ from etils import epath
 from flax import nnx
 from jax.sharding import Mesh
 
-from refusion_jax.batch.batch import is_labelled, weigh
+from refusion_jax.batch.batch import weigh
 from refusion_jax.batch.rows import Rows, noise_keys
 from refusion_jax.cli.errors import UserError
 from refusion_jax.config import make_objective
@@ -88,9 +88,7 @@ def make_loss(
         def part(_, some):
             batch, groups = some
             model = nnx.merge(graphdef, params)
-            ce, _ = model.cross_entropy(
-                batch.inputs, batch.positions, batch.visibility, batch.labels, is_labelled(batch)
-            )
+            ce, _ = model.cross_entropy(batch)
             sums = {
                 f"{name}_{group}": (jnp.sum(weight * ce * member), jnp.sum(weight * member))
                 for name, weight in batch.weights.items()

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Float32, Int32
 
+from refusion_jax.batch.batch import Batch, is_labelled
 from refusion_jax.batch.folding import fold, fold_visibility, unfold
 from refusion_jax.batch.visibility import Visibility
 from refusion_jax.distributed.sharding import constrain, shard_count_here
@@ -70,29 +71,22 @@ class Transformer(nnx.Module):
         """Logits of packed rows; a position is a token's place in its text (RoPE), whatever its physical index."""
         return self.logits(self.hidden(tokens, positions, visibility))
 
-    def cross_entropy(
-        self,
-        tokens: Int32[Array, "B T"],
-        positions: Int32[Array, "B T"],
-        visibility: Visibility,
-        labels: Int32[Array, "B T"],
-        is_labelled: Bool[Array, "B T"],
-    ) -> tuple[Float32[Array, "B T"], Load | None]:
+    def cross_entropy(self, batch: Batch) -> tuple[Float32[Array, "B T"], Load | None]:
         """(-log p(label) of packed rows, without ever holding their logits; the load of the experts, if there are any).
 
         Rows that are split over chips are folded for it (batch/folding.py), so that none waits for the last one. Tokens
         without a label cost nothing, and are 0.
         """
         head = widened(self._head.get_value(), self.dtype)
-        parts = shard_count_here("length")
-        if parts == 1 or tokens.shape[1] % (2 * parts):
-            x, load = self.hidden_and_load(tokens, positions, visibility)
-            return linear_cross_entropy(x, head, labels, is_labelled), load
-        tokens, positions, labels, is_labelled = (
-            constrain(fold(x, parts), "batch", "length") for x in (tokens, positions, labels, is_labelled)
-        )
-        x, load = self.hidden_and_load(tokens, positions, fold_visibility(visibility, parts))
-        return unfold(linear_cross_entropy(x, head, labels, is_labelled), parts), load
+        of_tokens = batch.inputs, batch.positions, batch.labels, is_labelled(batch)
+        parts, visibility = shard_count_here("length"), batch.visibility
+        if is_folded := parts > 1 and not batch.inputs.shape[1] % (2 * parts):
+            of_tokens = (constrain(fold(x, parts), "batch", "length") for x in of_tokens)
+            visibility = fold_visibility(visibility, parts)
+        tokens, positions, *labels = of_tokens
+        x, load = self.hidden_and_load(tokens, positions, visibility)
+        cost = linear_cross_entropy(x, head, *labels)
+        return unfold(cost, parts) if is_folded else cost, load
 
     def extend(self, *fed: Any) -> tuple[Float32[Array, "B T V"], KeyValues]:
         """`extend_hidden`, with the logits of all new tokens in place of what the output head reads."""

@@ -18,7 +18,7 @@ from flax import nnx, struct
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, ArrayLike, Bool, Float32, Int32, UInt32
 
-from refusion_jax.batch.batch import is_labelled, weigh
+from refusion_jax.batch.batch import weigh
 from refusion_jax.batch.rows import Rows, noise_keys
 from refusion_jax.distributed import sharding
 from refusion_jax.model.experts import balance
@@ -147,9 +147,7 @@ def make_train_step(
 
     def loss_fn(params, frozen, batch, counts=None):
         model = nnx.merge(graphdef, combine(params, frozen))
-        ce, load = model.cross_entropy(
-            batch.inputs, batch.positions, batch.visibility, batch.labels, is_labelled(batch)
-        )
+        ce, load = model.cross_entropy(batch)
         terms = weigh(ce, batch)
         loss = sum(objective.coefficients[name] * term for name, term in terms.items())
         if load and (coefficient := model.config.router_aux_loss_coef):
