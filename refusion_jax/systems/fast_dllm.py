@@ -116,8 +116,11 @@ class BlockCache(masked.MaskedDecoder):
         x, entries = jax.lax.cond(is_whole, whole, block)
         proposal = s.propose(model.logits(x), w.position, w.masked, self.ids)
         is_first = is_whole & self.shifted & (jnp.arange(self.block_length)[None] == 0)
-        after = self.commit(s, w, proposal.token, self.chosen(s, w, proposal) | is_first, takes_part)
-        return after.replace(entries=entries, begins=jnp.where(takes_part, after.block > s.block, s.begins))
+        chosen = self.chosen(s, w, proposal) | is_first
+        after = masked.commit(s, w, proposal.token, chosen, self.ids, takes_part)
+        is_over = w.is_filled_by(chosen)
+        begins = jnp.where(takes_part, is_over, s.begins)
+        return after.replace(entries=entries, block=s.block + (takes_part & is_over), begins=begins)
 
     def _whole(
         self, model: Transformer, s: State, w: masked.Window, takes_part: Bool[Array, "B"]

@@ -60,6 +60,10 @@ class Window(NamedTuple):
     position: Int32[Array, "B K"]  # in the text
     masked: Bool[Array, "B K"]  # in the window and not yet committed
 
+    def is_filled_by(self, chosen: Bool[Array, "B K"]) -> Bool[Array, "B"]:
+        """Whether no mask is left in it once these are committed."""
+        return ~jnp.any(self.masked & ~chosen, axis=1)
+
 
 class MaskedSettings(shared.Settings):
     """Settings that all masked decoders know; where one lets the user choose, it declares a field of this name."""
@@ -101,7 +105,9 @@ class MaskedDecoder(Decoder):
         w = self.window(s)
         logits = denoise(model, s, w.position, self.shifted, self.fed(s))
         proposal = s.propose(logits, w.position, w.masked, self.ids)
-        return self.commit(s, w, proposal.token, self.chosen(s, w, proposal), s.active)
+        chosen = self.chosen(s, w, proposal)
+        after = commit(s, w, proposal.token, chosen, self.ids, s.active)
+        return after.replace(block=s.block + (s.active & w.is_filled_by(chosen)))
 
     @abc.abstractmethod
     def chosen(self, s: MaskedText, w: Window, proposal: Proposal) -> Bool[Array, "B K"]:
@@ -114,18 +120,6 @@ class MaskedDecoder(Decoder):
         """The places of each row's block."""
         length = block_length(s)
         return window(s, self.ids, self.block_length, s.block * length, length)
-
-    def commit(
-        self,
-        s: MaskedText,
-        w: Window,
-        tokens: Int32[Array, "B K"],
-        chosen: Bool[Array, "B K"],
-        took_part: Bool[Array, "B"],
-    ) -> MaskedText:
-        """Commits the masks of the block that are chosen; a finished block is left."""
-        is_over = took_part & ~jnp.any(w.masked & ~chosen, axis=1)
-        return commit(s, w, tokens, chosen, self.ids, took_part).replace(block=s.block + is_over)
 
 
 class OnSchedule(MaskedDecoder):
