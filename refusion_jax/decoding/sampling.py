@@ -160,8 +160,7 @@ def keep_top(
 
 def probability(logits: Float32[Array, "B T V"], tokens: Int32[Array, "B T"]) -> Float32[Array, "B T"]:
     """softmax(logits)[tokens]; 0 for what is no token, so that decoders that go by it end."""
-    chosen = jnp.take_along_axis(logits, tokens[..., None], axis=-1)[..., 0]
-    return jnp.nan_to_num(jnp.exp(chosen - jax.nn.logsumexp(logits, axis=-1)))
+    return jnp.nan_to_num(jnp.exp(_of(logits, tokens) - jax.nn.logsumexp(logits, axis=-1)))
 
 
 def put(text: Int32[Array, "B C"], at: Int32[Array, "B K"], tokens: Int32[Array, "B K"]) -> Int32[Array, "B C"]:

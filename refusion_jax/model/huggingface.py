@@ -16,7 +16,7 @@ from safetensors.numpy import save_file
 from refusion_jax.cli.errors import UserError
 from refusion_jax.cli.progress import track
 from refusion_jax.distributed.storage import replacing, write_file
-from refusion_jax.model.huggingface_config import NONE, Releases, describe, read_with_names
+from refusion_jax.model.huggingface_config import NONE, Releases, describe, read_config
 from refusion_jax.model.shape import ModelConfig
 from refusion_jax.model.tensor_files import INDEX, Tensors
 from refusion_jax.model.tensor_layout import Part, layout, tensor_names
@@ -91,9 +91,9 @@ def open_params(
 
 def _open(path: epath.Path, target: dict[str, Any], releases: Releases) -> tuple[Tensors, dict[tuple, list[Part]]]:
     """The tensors of a directory, and the parts of each weight; none may be left over, or it would be another model."""
-    tensors, (config, renamed) = Tensors(path), read_with_names(path, releases)
-    weights = dict(layout(target, config.model_type, renamed, config.vocab_size))
-    names = tensor_names(config.model_type, renamed)
+    tensors, config = Tensors(path), read_config(path, releases)
+    weights = dict(layout(target, config.model_type, config.names, config.vocab_size))
+    names = tensor_names(config.model_type, config.names)
     for name in sorted(tensors.names - {part.tensor for parts in weights.values() for part in parts}):
         if name == names["lm_head"]:  # of tied weights, which some save twice
             shape = (config.vocab_size, config.hidden_size)

@@ -74,9 +74,10 @@ class Config(RareFields):
     eos_token_id: int | list[int] | None = None
     mask_token_id: int | None = None
     refusion_jax: _Ours = _Ours()
+    names: Mapping[str, str] = dataclasses.field(default_factory=dict)  # of tensors, that the release has of its own
 
 
-_FIELDS = frozenset(field.name for field in dataclasses.fields(Config))
+_FIELDS = frozenset(field.name for field in dataclasses.fields(Config)) - {"names"}  # which no file says
 _SHARED = [field.name for field in dataclasses.fields(ModelConfig) if field.name in _FIELDS]
 
 
@@ -145,11 +146,6 @@ def read_config(path: epath.Path, releases: Releases = NONE) -> Config:
     Raises:
       UserError: where it cannot be read, or describes something else than a family or release that we read.
     """
-    return read_with_names(path, releases)[0]
-
-
-def read_with_names(path: epath.Path, releases: Releases) -> tuple[Config, Mapping[str, str]]:
-    """(config.json, the names of tensors that the release has of its own)."""
     file = path / "config.json"
     given = read_json(file)
     model_type = str(given.get("model_type"))
@@ -189,7 +185,7 @@ def read_with_names(path: epath.Path, releases: Releases) -> tuple[Config, Mappi
         ours = {key: given[key] for key in _OURS if key in given}
         given |= {"model_type": release.family, _SECTION: ours | {"objective": system}}
     given = {key: value for key, value in given.items() if key in _FIELDS}
-    return to_type(given, Config, f"{file} cannot be read"), release.names
+    return dataclasses.replace(to_type(given, Config, f"{file} cannot be read"), names=release.names)
 
 
 def _rope(file: epath.Path, given: Config) -> tuple[float, tuple[float, ...], tuple[float, ...]]:
