@@ -43,19 +43,8 @@ def attend_over(
 
     q, k, v and what is returned are packed; the other arguments are those of `Transformer.extend_hidden`.
     """
-    by = _by_kernel if is_for_kernel(cached.keys, ragged.width) else _by_parts
-    return by(cached, length, visible, ragged)
-
-
-def is_for_kernel(cached: Array, tokens: int) -> bool:
-    """Whether cache_kernel.py is for this device, these keys, [L, B, K, S, H], and so many new tokens of a row."""
-    if not sharding.device_kind_here().startswith("TPU") or is_int8(cached):
-        return False
-    rows = cached.shape[1] // sharding.shard_count_here("batch")
-    return rows > _ROWS_OF_XLA and cached.shape[3] > 0 and tokens <= _MOST_NEW
-
-
-def _by_kernel(cached, length, visible, ragged) -> Callable:
+    if not is_for_kernel(cached.keys, ragged.width):
+        return _by_parts(cached, length, visible, ragged)
     from refusion_jax.model import cache_kernel  # Pallas: 0.1 s that other devices need not wait for
 
     def attend(q, k, v, layer):
@@ -64,6 +53,14 @@ def _by_kernel(cached, length, visible, ragged) -> Callable:
         return ragged.pack(heads), KeyValues(k, v)
 
     return attend
+
+
+def is_for_kernel(cached: Array, tokens: int) -> bool:
+    """Whether cache_kernel.py is for this device, these keys, [L, B, K, S, H], and so many new tokens of a row."""
+    if not sharding.device_kind_here().startswith("TPU") or is_int8(cached):
+        return False
+    rows = cached.shape[1] // sharding.shard_count_here("batch")
+    return rows > _ROWS_OF_XLA and cached.shape[3] > 0 and tokens <= _MOST_NEW
 
 
 def _by_parts(cached, length, visible, ragged) -> Callable:
