@@ -121,6 +121,7 @@ BAD = {
     "goodput of nothing": (["goodput", "--workdir={dir}"], "holds no events.jsonl of a training run"),
     "no adapters": ([*TRAIN, NEW, "--config.lora.alpha=2"], "alpha=2.0: has no effect without --config.lora.rank"),
     "no decay": ([*TRAIN, NEW, "--config.decay_steps=2"], "=2: has no effect without --config.schedule=wsd"),
+    "other objective": ([*TRAIN, NEW, "--config.llada.shuffle=1"], "=True: has no effect without --config.objective"),
     "no families": ([*TRAIN, NEW, "--config.data.difficulty=2"], "=2: has no effect without --config.data.path=fam"),
     "no tasks": ([*TRAIN, NEW, "--config.eval.include_path=."], "=.: has no effect without --config.eval.tasks"),
     "no tokenizer": ([*TRAIN, NEW, "--config.data.tokenizer={dir}/t"], "--config.data.tokenizer={dir}/t: is no file"),

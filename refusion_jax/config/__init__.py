@@ -25,7 +25,7 @@ from refusion_jax.model.lora import INPUTS, read_lora
 from refusion_jax.model.shape import family_fault
 from refusion_jax.systems.api import own_settings, read_settings
 from refusion_jax.systems.interface import Objective
-from refusion_jax.systems.registry import decoders_for, find_decoder, find_system
+from refusion_jax.systems.registry import decoders_for, find_decoder, find_system, systems
 
 
 def default_config() -> ml_collections.ConfigDict:
@@ -84,10 +84,12 @@ def check(c: ml_collections.ConfigDict) -> None:
     for name, key in keys_of(c.objective).items():
         key.check("config", name, _get(c, name))
     make_objective(c, mask_id=0)
-    for name, (needed, has_effect) in _NEEDS.items():  # a config file may set what flags then leave without effect
-        is_set = f"config.{name}" in flags.FLAGS and _get(c, name) != keys()[name].default
-        if is_set and not has_effect(c):
-            refuse(name, f"has no effect without --config.{needed}")
+    needed = {name: other for name, (other, has_effect) in _NEEDS.items() if not has_effect(c)}
+    others = [other for name, other in systems().items() if name != c.objective]
+    needed |= {f"{system.section}.{key}": f"objective={system.name}" for system in others for key in system.keys}
+    for name, other in needed.items():  # a config file may set what flags then leave without effect
+        if f"config.{name}" in flags.FLAGS and _get(c, name) != keys()[name].default:
+            refuse(name, f"has no effect without --config.{other}")
     if c.batch_size % c.accumulation:
         refuse("batch_size", f"must be a multiple of accumulation={c.accumulation}")
     if c.eval.tasks or c.eval.decode:

@@ -172,7 +172,7 @@ class Decoder(abc.ABC):
 
     def next_state(self, model: Transformer, state: RowState) -> RowState:
         """The state of `step`; UserError where that is no state like the one before."""
-        after, name = self.step(model, state), f"{type(self).__name__}.step"
+        after, name = self.step(model, state), f"{type(self).__module__}.{type(self).__name__}.step"
         old, new = map(jax.tree.leaves_with_path, (state, after))
         if [path for path, _ in new] != [path for path, _ in old]:
             raise UserError(f"{name}: returns {type(after).__name__}, not a state as it was given")

@@ -66,7 +66,7 @@ class Objective(abc.ABC):
 
     def batch(self, rows: Rows, keys: Key[Array, "B"]) -> Batch:
         """The batch of `corrupt`; UserError where its arrays do not fit together, or its terms to `coefficients`."""
-        batch, name = self.corrupt(rows, keys), f"{type(self).__name__}.corrupt"
+        batch, name = self.corrupt(rows, keys), f"{type(self).__module__}.{type(self).__name__}.corrupt"
         if set(batch.weights) != set(self.coefficients):
             raise UserError(
                 f"{name}: has weights of {sorted(batch.weights)}, and coefficients of {sorted(self.coefficients)}"

@@ -77,6 +77,8 @@ def _check(system: System, others: Iterable[System]) -> None:
     name = f"system {system.name!r}"
     for part, lacks in _missing(system):
         raise UserError(f"{name}: {part} has no {lacks}")
+    if system.objective:
+        dict(system.objective(mask_id=0).coefficients)  # where it cannot be made, its own error says why
     for other in others:
         if other.name == system.name or (set(other.decoders) & set(system.decoders)):
             raise UserError(f"{name}: {other.name!r} has this name or one of its decoders' already")
@@ -92,8 +94,12 @@ def _missing(system: System) -> Iterator[tuple[str, str]]:
     """(part of a system, what the protocol asks of it and it does not have)."""
     if system.objective:
         yield from _lacking("its objective", system.objective, Objective)
-    if system.keys and not system.section:
-        yield "its config section", "name"
+    if system.keys and not system.section.isidentifier():
+        yield "its config section", "name of letters, digits and underscores"
+    if system.block_key and system.block_key not in system.keys:
+        yield "its objective", f"setting {system.block_key!r}, its block_key"
+    if not isinstance(system.decodes, tuple):
+        yield "its field decodes", "tuple of names"
     for name, decoder in system.decoders.items():
         part = f"its decoder {name!r}"
         yield from _lacking(part, decoder, Decoder)
