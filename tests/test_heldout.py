@@ -11,8 +11,8 @@ from flax import nnx
 from helpers import Letters
 
 from refusion_jax import UserError, load_model, load_tokenizer
-from refusion_jax.batch.batch import weigh
-from refusion_jax.batch.rows import Rows, noise_keys
+from refusion_jax.batch.batch import is_labelled, weigh
+from refusion_jax.batch.rows import Rows, noise_keys, row_index
 from refusion_jax.config import make_objective
 from refusion_jax.config.run_config import read_config
 from refusion_jax.data.packing import PackedRows
@@ -22,7 +22,7 @@ from refusion_jax.evaluation import heldout
 from refusion_jax.evaluation.heldout import evaluate_model, find_held_out, make_held_out, make_loss, place
 from refusion_jax.evaluation.likelihood import held_out_bits
 from refusion_jax.model.transformer import Transformer
-from refusion_jax.systems.registry import default_decoder
+from refusion_jax.systems.registry import default_decoder, find_system
 from refusion_jax.training.metrics import read_metrics
 
 SIZES = {"row_length": 32, "batch_size": 8, "slots.sizes": (2, 4), "eval.every": 1}
@@ -92,6 +92,18 @@ def test_documents_are_told_apart_by_slot_size_and_mask_ratio():
     low, high = (min(got[f"eval_loss_mdm_{g}"] for g in groups), max(got[f"eval_loss_mdm_{g}"] for g in groups))
     assert 2.5 < low < high < 5  # around log 30, each a mean
     assert "eval_loss_ar_slot_size_4" in got
+
+
+def test_counts_that_no_labelled_token_has_take_no_room_among_those_that_are_told(monkeypatch):
+    objective = find_system("ar").objective
+    corrupt = objective.corrupt
+
+    def counted(self, rows, keys):
+        batch = corrupt(self, rows, keys)
+        return batch.replace(diagnostics={"place": jax.numpy.where(is_labelled(batch), 99, row_index(batch.inputs))})
+
+    monkeypatch.setattr(objective, "corrupt", counted)
+    assert {name for name in evaluate([some_rows(8)], objective="ar") if "place" in name} == {"eval_loss_ar_place_99"}
 
 
 def test_noise_is_that_of_the_row_alone():

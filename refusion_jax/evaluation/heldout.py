@@ -19,7 +19,7 @@ from etils import epath
 from flax import nnx
 from jax.sharding import Mesh
 
-from refusion_jax.batch.batch import weigh
+from refusion_jax.batch.batch import Batch, is_labelled, weigh
 from refusion_jax.batch.rows import Rows, noise_keys
 from refusion_jax.cli.errors import UserError
 from refusion_jax.config import make_objective
@@ -34,7 +34,7 @@ from refusion_jax.model.transformer import Transformer
 from refusion_jax.systems.interface import Objective
 from refusion_jax.systems.registry import decoders_for, system_of
 
-_MOST = 16  # values of a diagnostic for which losses are reported
+_MOST, _NONE = 16, 2**31 - 1  # values of a diagnostic for which losses are reported; what stands for none
 BITS = ("eval_bits_per_byte", "eval_bits_per_byte_is_bound")
 _SEED = 0  # the same for every run, for comparison
 _ROWS, _TOKENS = 8, 2**14  # per forward and device at most, where no run says
@@ -45,10 +45,11 @@ def _keys(rows: Rows) -> jax.Array:
     return noise_keys(_SEED, jnp.int32(0), rows.tokens.shape[0])
 
 
-def _distinct(diagnostics: dict[str, jax.Array]) -> dict[str, jax.Array]:
-    """The values, at most _MOST, of each integer diagnostic."""
-    counts = {name: x for name, x in diagnostics.items() if jnp.issubdtype(x.dtype, jnp.integer)}
-    return {name: jnp.unique(x, size=_MOST, fill_value=x[0, 0]) for name, x in counts.items()}
+def _distinct(batch: Batch) -> dict[str, jax.Array]:
+    """The values that labelled tokens have, the _MOST least, of each integer diagnostic; then _NONE."""
+    counts = {name: x for name, x in batch.diagnostics.items() if jnp.issubdtype(x.dtype, jnp.integer)}
+    counted = is_labelled(batch)
+    return {name: jnp.unique(jnp.where(counted, x, _NONE), size=_MOST, fill_value=_NONE) for name, x in counts.items()}
 
 
 def _groups(diagnostics: dict[str, jax.Array], values: dict[str, list[int]]) -> dict[str, jax.Array]:
@@ -78,8 +79,8 @@ def make_loss(
     """
     parts = rows.tokens.shape[0] // config.batch_size * config.accumulation
     everywhere = sharding.sharding(rows.tokens.sharding.mesh)
-    values = jax.jit(lambda rows: _distinct(objective.batch(rows, _keys(rows)).diagnostics), out_shardings=everywhere)
-    sizes = {name: sorted(set(x.tolist())) for name, x in jax.device_get(values(rows)).items()}
+    values = jax.jit(lambda rows: _distinct(objective.batch(rows, _keys(rows))), out_shardings=everywhere)
+    sizes = {name: sorted({*x.tolist()} - {_NONE}) for name, x in jax.device_get(values(rows)).items()}
 
     def evaluate(params: dict, rows: Rows) -> dict[str, jax.Array]:
         batch = objective.batch(rows, _keys(rows))
