@@ -88,6 +88,19 @@ def test_shuffled_documents_are_shown_next_to_their_own_text(trained_run):
     assert moved
 
 
+def test_a_document_whose_tokens_an_objective_changes_is_not_left_out(trained_run):
+    config = read_config(trained_run)
+    config.objective = "ar"
+    tokenizer, rows, batch = training_batch(config, trained_run, 0)
+    noisy = batch.replace(inputs=batch.inputs.at[:, ::3].set(5))
+    told = []
+    for shown in (batch, noisy):
+        show_row(console := Console(file=io.StringIO(), soft_wrap=True), tokenizer, rows, shown, 0, labels=False)
+        told.append([line for line in console.file.getvalue().splitlines() if not line.startswith("given ")])
+    assert told[0] == told[1]
+    assert "left out" not in str(told)
+
+
 @pytest.mark.parametrize("objective", ["refusion", "block_diffusion"])
 def test_the_page_of_a_row_holds_what_the_model_is_fed(objective, trained_run, tmp_path):
     (page := tmp_path / "row.html").write_bytes(BEGINNING + b" an older one")

@@ -93,17 +93,19 @@ def show_row(console: Console, tokenizer: Tokenizer, rows: Rows, batch: Batch, p
 def _numbers(rows: Rows, batch: Batch, mask_id: int) -> dict[int, int]:
     """The number of each document in the batch: a system may shuffle the documents of a row and leave some out.
 
-    They are told by the tokens that are given. After its end a document may be padded with its last token.
+    They are told by the most tokens that are given: an objective may change some. After its end a document may be
+    padded with its last token.
     """
     found = {}
     for number in np.unique(batch.visibility.segment_ids[batch.visibility.segment_ids > 0]).tolist():
         known = np.flatnonzero((batch.visibility.segment_ids == number) & (batch.inputs != mask_id))
         left = set(range(1, int(rows.segment_ids.max()) + 1)) - found.keys()
+        same = {}
         for document in sorted(left, key=lambda document: document != number):
             text = rows.tokens[rows.segment_ids == document]
-            if np.array_equal(text[np.minimum(batch.positions[known], len(text) - 1)], batch.inputs[known]):
-                found[document] = number
-                break
+            same[document] = np.sum(text[np.minimum(batch.positions[known], len(text) - 1)] == batch.inputs[known])
+        if same:
+            found[max(same, key=same.__getitem__)] = number
     return found
 
 
