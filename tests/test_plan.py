@@ -130,7 +130,7 @@ def test_a_dump_that_is_none_or_lacks_a_part_is_one_clear_line(dump, text, assig
 
 @needs_topologies
 def test_a_setting_that_only_the_compiled_program_refuses_is_named_as_its_flag():
-    flags = [CONFIG, "--topology=v5e:2x2", "--what=decode", "--decode.batch_size=6", "--decode.max_new_tokens=16"]
+    flags = [CONFIG, "--topology=v5e:2x2", "--what=decode", "--decode.batch_size=6"]
     _, err = run("plan", *flags, code=2)
     assert err.startswith("error: --decode.batch_size=6: does not divide into 4 parts")
 

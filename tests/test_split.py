@@ -42,6 +42,13 @@ def decoding(model, link, method, prompts=PROMPTS, layers=1, **changes):
     return tokens
 
 
+def test_a_row_of_a_batch_that_holds_no_prompt_stops_nothing(served, model, key):
+    """The last of four; `ar` feeds the place before the one that it predicts, also where there is none."""
+    link = link_to(served, model, key)
+    assert decoding(model, link, "ar", PROMPTS[:3])() == decode(model, PROMPTS[:3], settings("ar")).tokens
+    link.close()
+
+
 @pytest.mark.thorough
 def test_an_answer_goes_on_where_the_connection_broke(served, model, key, monkeypatch):
     """The connection is cut five times; then the server forgets all; then the other way round it ends in one line.

@@ -66,6 +66,7 @@ class SplitModel(Wrapper):
     ) -> tuple[Float[Array, "_ _ D"], KeyValues]:
         """`extend_hidden` of the whole model, with the keys and values of the device's layers."""
         ragged = ragged or Ragged.whole(*tokens.shape)
+        positions = jnp.maximum(positions, 0)  # a row without a request may feed the place before its first
         attend = attend_over(cached, length, visible, ragged)
         x = self.model.embedded(ragged.pack(tokens))
         x, new, _ = self.model.through_layers(x, ragged.pack(positions), attend)

@@ -144,7 +144,7 @@ class System:
     scoring: Scoring | None = None  # None: the likelihood of texts is not known
     releases: tuple[Release, ...] = ()  # models of its authors that `load_model` reads
     claims: tuple[Claim, ...] = ()
-    custom_generate: Path | None = None  # directory of a decoder in PyTorch that exports for transformers carry
+    custom_generate: Path | None = None  # directory with generate.py, in PyTorch, which exports for transformers carry
     is_default: bool = False  # whether it is trained by default; true for one system
 
     @property
