@@ -31,6 +31,7 @@ from refusion_jax import UserError, decode
 from refusion_jax.batch.batch import is_labelled
 from refusion_jax.batch.rows import Rows, text_positions
 from refusion_jax.config import make_objective
+from refusion_jax.config.keys import keys
 from refusion_jax.decoding.requests import Answer, Request, prepare
 from refusion_jax.decoding.trajectory import forwards_of
 from refusion_jax.distributed import sharding
@@ -213,6 +214,18 @@ def test_weights_are_normalized_over_the_batch(name):
         assert not longer.weights[term][2:].any()
         if not batch.combine:
             np.testing.assert_allclose(twice.weights[term], np.tile(weight / 2, (2, 1)), rtol=1e-6)
+
+
+@pytest.mark.parametrize("name", all_but(["wedlm"], ["wedlm", "dense"]))
+def test_ranks_of_the_longest_rows_in_the_largest_slots_fit_into_int32(name):
+    """They grow with the product of both: beyond, they would wrap around, and tokens see what comes after them."""
+    key, longest = {"wedlm": "wedlm.block_size", "dense": "dense.sizes"}[name], keys()["row_length"].at_most
+    most, tokens = keys()[key].at_most, jnp.ones((1, longest), jnp.int32)
+    config = config_with(objective=name, **{key: (most,) if name == "dense" else most})
+    noise = jax.vmap(jax.random.key)(jnp.zeros(1, jnp.uint32))
+    ranks = jax.jit(make_objective(config, MASK).corrupt)(Rows(tokens, tokens, tokens > 0), noise).visibility.rank
+    assert ranks.min() >= 0
+    assert ranks.max() >= (longest - 1) * most
 
 
 @pytest.mark.parametrize("name", TRAINABLE)

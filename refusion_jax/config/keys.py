@@ -37,7 +37,7 @@ _TRAINING = {
     "steps": _count(1000, "optimizer steps", _MOST_STEPS),
     "epochs": _from_0(0.0, "times that all rows are trained on, which sets steps; 0: as steps says", 1e6),
     "batch_size": _count(32, "rows per step, over all chips"),
-    "row_length": _count(1024, "tokens per row; documents are packed into rows"),
+    "row_length": _count(1024, "tokens per row; documents are packed into rows", 2**20),
     "init_from": Setting(
         "",
         "weights to start from, a Hugging Face directory or a run, whose shape counts where none is set; empty: random",

@@ -63,7 +63,7 @@ class ReorderedBlocks(Objective):
     coefficients: ClassVar[dict[str, float]] = {"mdm": 1.0, "ar": 1.0}
     streams: ClassVar[int] = 2  # the reordered text and the text
 
-    block_size: int = setting(32, "tokens of a block, within which tokens are reordered", at_least=1, at_most=4096)
+    block_size: int = setting(32, "tokens of a block, within which tokens are reordered", at_least=1, at_most=1024)
 
     @property
     def pattern(self) -> CausalStreams:

@@ -58,7 +58,7 @@ class Noise:
 class DenseSlots(Objective):
     """Mean CE of next tokens in the clean half + mdm_weight * mean CE of the tokens of masks."""
 
-    sizes: tuple[int, ...] = setting((4, 8), "slot sizes, drawn uniformly per document", at_least=1, at_most=4096)
+    sizes: tuple[int, ...] = setting((4, 8), "slot sizes, drawn uniformly per document", at_least=1, at_most=1024)
     text_order: float = setting(
         0.5, "probability that the slots of a document stand in the order of the text, not in a random one",
         at_least=0, at_most=1,
