@@ -156,16 +156,15 @@ def decoders() -> dict[str, type[Decoder]]:
 
 def find_decoder(method: str) -> type[Decoder]:
     """The decoder of this name; SettingError where there is none."""
-    known = decoders()
-    if method not in known:
-        raise SettingError("decode", "method", method, f"unknown; known: {', '.join(known)}")
-    return known[method]
+    return system_of(method).decoders[method]
 
 
 def system_of(method: str) -> System:
     """The system that has a decoder; SettingError where there is no such decoder."""
-    find_decoder(method)
-    return next(system for system in systems().values() if method in system.decoders)
+    for system in systems().values():
+        if method in system.decoders:
+            return system
+    raise SettingError("decode", "method", method, f"unknown; known: {', '.join(decoders())}")
 
 
 def decoders_for(objective: str) -> list[str]:
