@@ -101,13 +101,11 @@ def sample(
     keys, settings = _of_tokens((keys, settings.of_sampling()), positions.shape)
 
     def drawn(logits):
-        draws = draw & (settings.temperature > 0)
-        scaled = drawn_from(logits, settings.replace(temperature=jnp.where(draws, settings.temperature, 1)))
         gumbel = jax.vmap(jax.vmap(lambda key, at: jax.random.gumbel(jax.random.fold_in(key, at), logits.shape[2:])))
-        return jnp.where(draws[:, :, None], scaled + gumbel(keys, positions), logits)
+        noisy = drawn_from(logits, settings) + gumbel(keys, positions)
+        return jnp.where((draw & (settings.temperature > 0))[:, :, None], noisy, logits)
 
-    noisy = jax.lax.cond(jnp.any(settings.temperature > 0), drawn, lambda logits: logits, logits)
-    return best(noisy)
+    return best(jax.lax.cond(jnp.any(settings.temperature > 0), drawn, lambda logits: logits, logits))
 
 
 def best(logits: Float32[Array, "*B V"]) -> Int32[Array, "*B"]:
@@ -125,7 +123,7 @@ def best(logits: Float32[Array, "*B V"]) -> Int32[Array, "*B"]:
 def drawn_from(logits: Float32[Array, "B T V"], settings: TracedSettings) -> Float32[Array, "B T V"]:
     """Logits of the distribution that is sampled: logits / temperature, -inf outside top_k and the nucleus.
 
-    The logits are those of the tokens that may be chosen; the settings, [B, T], have a temperature above 0.
+    The logits are those of the tokens that may be chosen, the settings [B, T]; means nothing at temperature 0.
     """
     scaled = logits / jnp.maximum(settings.temperature, _LEAST)[:, :, None]
     k = jnp.where(settings.top_k > 0, settings.top_k, logits.shape[-1])
@@ -201,8 +199,7 @@ def distribution(logits: Float32[Array, "B T V"], settings: TracedSettings) -> F
     is_warm = settings.temperature > 0
 
     def warm(logits):
-        own = settings.replace(temperature=jnp.where(is_warm, settings.temperature, 1.0))
-        return jnp.where(is_warm[:, :, None], jax.nn.softmax(drawn_from(logits, own), axis=-1), greedy)
+        return jnp.where(is_warm[:, :, None], jax.nn.softmax(drawn_from(logits, settings), axis=-1), greedy)
 
     return jax.lax.cond(jnp.any(is_warm), warm, lambda _: greedy, logits)
 
