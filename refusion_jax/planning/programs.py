@@ -47,7 +47,7 @@ def lower_decode(config: str, topology: str, slices: int, settings: Settings) ->
     mesh = sharding.make_mesh(c.mesh, tpu_devices(topology, slices))
     shape = model_config(c)
     capacity = settings.cache_length or c.row_length
-    settings = settings.for_model(shape).fill_in(capacity - 1)  # beside a prompt of one token
+    settings = settings.for_model(shape).fill_in(capacity - 1)  # a prompt has a token at least
     length, rows = capacity - settings.new_tokens, settings.batch_size
     if length < 1:
         raise SettingError(

@@ -51,7 +51,7 @@ class Convolve(masked.OnSchedule):
 
     settings: ClassVar[type[ConvSettings]] = ConvSettings
 
-    def surety(self, s: masked.MaskedText, w: masked.Window, proposal: masked.Proposal) -> Float32[Array, "B N"]:
+    def confidence_of(self, s: masked.MaskedText, w: masked.Window, proposal: masked.Proposal) -> Float32[Array, "B N"]:
         """The probability of the token times tanh(r)."""
         known = known_nearby(s.text != self.ids.mask_id, w.position, s.settings.conv_window // 2)
         return proposal.probability * jnp.tanh(known.astype(jnp.float32))

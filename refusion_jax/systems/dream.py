@@ -127,7 +127,7 @@ class DenoiseOnSchedule(masked.OnSchedule):
         masks, steps = most_new_tokens([request]), request.settings.steps
         return schedule(masks, steps) if steps else (1,) * masks
 
-    def surety(self, s: masked.MaskedText, w: masked.Window, proposal: masked.Proposal) -> Float32[Array, "B N"]:
+    def confidence_of(self, s: masked.MaskedText, w: masked.Window, proposal: masked.Proposal) -> Float32[Array, "B N"]:
         if self.confidence == "maskgit":
             return proposal.probability
         real = proposal.real

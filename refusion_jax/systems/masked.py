@@ -145,14 +145,14 @@ class OnSchedule(MaskedDecoder):
             counts[row, : len(own)] = own
         return layout.replace(settings=layout.settings.replace(counts=counts))
 
-    def surety(self, s: MaskedText, w: Window, proposal: Proposal) -> Float32[Array, "B K"]:
+    def confidence_of(self, s: MaskedText, w: Window, proposal: Proposal) -> Float32[Array, "B K"]:
         """The higher, the earlier a place is committed."""
         return proposal.probability
 
     def chosen(self, s: MaskedText, w: Window, proposal: Proposal) -> Bool[Array, "B K"]:
         counts = s.settings.counts
         count = jnp.take_along_axis(counts, jnp.minimum(s.forwards, counts.shape[1] - 1)[:, None], axis=1)
-        return ranks(self.surety(s, w, proposal), w) < count
+        return ranks(self.confidence_of(s, w, proposal), w) < count
 
 
 def evenly(masks: int, steps: int) -> list[int]:
