@@ -297,11 +297,17 @@ def test_help_of_the_benchmarks_names_them():
         (["evaluate"], "decode.max_new_tokens", "the task's, or 256"),
         (["generate"], "decode.batch_size", "64"),
         (["bench", "decode"], "decode.max_new_tokens", "128"),
+        (["evaluate"], "decode.block_length", "0"),
     ],
 )
 def test_help_tells_the_default_that_the_command_uses(command, flag, default):
     lines = run(*command, "--help")[0].splitlines()
-    assert lines[lines.index(f"  --{flag}") + 1].endswith(f" (default: {default})")
+    line = lines[lines.index(f"  --{flag}") + 1]
+    assert line.endswith(f" (default: {default})")
+    if flag == "decode.block_length":  # what a 0 means, and each decoder that has it, with its own default
+        assert "llada: Tokens of a block; blocks are decoded one after the other; 0: the whole answer" in line
+        assert "fast_dllm: " in line
+        assert " (default: 32); " in line
 
 
 @pytest.mark.parametrize(

@@ -290,7 +290,7 @@ def define_settings(
         bool: flags.DEFINE_bool,
     }
     for name, own in settings.items():
-        help = help_text(own, defaults.get(name, own.default))
+        help = help_text(own, defaults.get(name))
         define[type(own.default)](f"decode.{name}", None, help, flag_values=flag_values)
 
 

@@ -60,7 +60,7 @@ def all_settings() -> dict[str, Setting]:
 def _joined(by_method: dict[str, Setting]) -> Setting:
     """The setting of the first of some decoders, with the help of all of them."""
     first, methods_of = next(iter(by_method.values())), collections.defaultdict(list)
-    for method, own in by_method.items():
+    for method, own in sorted(by_method.items(), key=lambda item: item[1].default == first.default):
         default = "" if own.default == first.default else f" (default: {own.default})"
         methods_of[own.help + default].append(method)
     if len(methods_of) == 1 and len(by_method) == len(decoders()):
