@@ -1,4 +1,5 @@
 import random
+import re
 
 import hypothesis
 import hypothesis.strategies as st
@@ -64,8 +65,11 @@ def test_pieces_are_learnt_from_long_lines_of_any_script():
 
 
 def test_a_vocabulary_too_small_for_the_bytes_is_refused():
-    with pytest.raises(UserError, match="cannot train a tokenizer of 100 pieces"):
+    wanted = r"cannot train a tokenizer of 100 pieces on this corpus: it takes a vocab_size of at least (\d+)$"
+    with pytest.raises(UserError, match=wanted) as refused:
         SentencePieceTokenizer.train(corpus(), 100)
+    least = int(re.search(wanted, str(refused.value))[1])
+    assert SentencePieceTokenizer.train(corpus(), least).size == least
 
 
 def test_files_that_will_not_do_are_named(tmp_path):

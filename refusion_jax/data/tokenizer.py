@@ -1,6 +1,7 @@
 """Sentencepiece tokenizers, in which BOS, EOS, padding and mask tokens always have ids."""
 
 import io
+import re
 from collections.abc import Iterable
 
 import sentencepiece
@@ -19,7 +20,7 @@ class SentencePieceTokenizer(Tokenizer):
     """A sentencepiece model with the four special tokens.
 
     Encoding loses nothing (unknown characters become byte pieces) but for U+2581, which sentencepiece itself uses for
-    the space. Special tokens are never produced from text: "<mask>" in a document is five ordinary characters.
+    the space. Special tokens are never produced from text: "<mask>" in a document is six ordinary characters.
     """
 
     def __init__(self, model: bytes, origin: str, mask_piece: str | int = MASK_PIECE):
@@ -33,9 +34,7 @@ class SentencePieceTokenizer(Tokenizer):
             self._pieces.decode(list(range(self.size)))  # each piece is text
         except (RuntimeError, UnicodeDecodeError) as error:  # the latter also where its own message quotes the file
             raise UserError(f"{origin} is not a sentencepiece model") from error
-        self.bos_id = self._pieces.bos_id()
-        self.eos_id = self._pieces.eos_id()
-        self.pad_id = self._pieces.pad_id()
+        self.bos_id, self.eos_id, self.pad_id = self._pieces.bos_id(), self._pieces.eos_id(), self._pieces.pad_id()
         if isinstance(mask_piece, int):
             self.mask_id = mask_piece if 0 <= mask_piece < self.size else self._pieces.unk_id()
         else:
@@ -89,8 +88,10 @@ class SentencePieceTokenizer(Tokenizer):
             )
         except RuntimeError as error:
             reason = str(error).rstrip(". ").rsplit("] ", 1)[-1]
-            is_blank = "all_chars_count" in reason or "sentences_.empty" in reason
-            reason = "it has no characters but blanks" if is_blank else reason
+            if least := re.search(r"required_chars\. \d+ vs (\d+)", reason):
+                reason = f"it takes a vocab_size of at least {least[1]}"
+            elif "all_chars_count" in reason or "sentences_.empty" in reason:
+                reason = "it has no characters but blanks"
             raise UserError(f"cannot train a tokenizer of {vocab_size} pieces on this corpus: {reason}") from error
         return cls(model.getvalue(), "the trained tokenizer", mask_piece)
 

@@ -55,8 +55,8 @@ def make_mesh(shape: Mapping[str, int], devices: list[jax.Device] | None = None)
     if math.prod(sizes.values()) != len(devices):
         asked = ", ".join(f"mesh.{axis}={size}" for axis, size in shape.items() if size != 1)
         raise UserError(
-            f"{asked or 'a mesh of one device'} does not multiply to the {len(devices)} devices here; one axis may be "
-            f"-1, which takes what the others leave"
+            f"{asked or 'a mesh of one device'} does not multiply to the {len(devices)} devices here; sizes must "
+            f"divide that number, and one may be -1, which takes what the others leave"
         )
     slices = len({getattr(device, "slice_index", 0) for device in devices})
     if sizes["replica"] % slices:
