@@ -1,7 +1,7 @@
 """The quickstart: a model of 0.7 million parameters learns worked problems from scratch, in minutes on two CPU cores.
 
-Hardware: two virtual AMD EPYC cores. Time: 168 s for 2,400 steps (jax 0.10.2). Result: 200 of 200 held-out problems
-solved, at 4.4 tokens per forward; the README shows that run.
+Hardware: two virtual AMD EPYC cores. Time: 168 to 487 s for 2,400 steps (jax 0.10.2). Result: 200 of 200 held-out
+problems solved, at 4.3 to 4.4 tokens per forward (refusion_jax/benchmarks/results/quickstart.md).
 
 --config=configs/quickstart.py            slot diffusion
 --config=configs/quickstart.py:llada      another system, by its name, with keys that suit answers of 25 tokens

@@ -3,10 +3,8 @@
   python -m refusion_jax.serve --checkpoint=runs/quickstart --port=8000
   curl http://127.0.0.1:8000/v1/completions -H 'Content-Type: application/json' -d '{"prompt": "Sort 7 3 9 1."}'
 
-Routes: GET / is a page for people; POST /v1/completions and /v1/chat/completions, with `stream`; GET /v1/models and
-/openapi.json; /health, /ready, /version and /metrics; and /tokenize, /detokenize and /tokenizer_info for clients that
-evaluate the model. refusion_jax/serving/README.md explains the fields, also those of decoding. What a field asks for is
-done, or the request is refused.
+GET / is a page for people, GET /docs tells the fields of requests, and refusion_jax/serving/README.md explains all
+routes. What a field asks for is done, or the request is refused.
 
 Requests share one batch of --decode.batch_size rows; none waits until others are done, and an answer depends on its own
 request alone. The --decode flags are what requests get that do not say otherwise, and the sizes that are compiled:

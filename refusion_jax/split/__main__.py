@@ -1,4 +1,4 @@
-"""Decodes with one model over two machines: `device` holds its first layers, `server` the rest.
+r"""Decodes with one model over two machines: `device` holds its first layers, `server` the rest.
 
   openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes -days 3650 -subj /CN=split \
       -keyout split.pem -out split.pem                         # the key, for both machines

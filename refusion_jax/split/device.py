@@ -1,4 +1,4 @@
-"""Decodes with the first layers of a model here, and the rest on a server.
+r"""Decodes with the first layers of a model here, and the rest on a server.
 
   python -m refusion_jax.split device --checkpoint=runs/quickstart --key=split.pem --server=HOST:9000 --layers=1 \
       --prompt='Sort 7 3 9 1.'
