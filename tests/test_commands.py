@@ -226,10 +226,7 @@ BAD = {
     "no key": ([*SERVE, "--api_key="], "--api_key: holds no key"),
     "no port": ([*SERVE, "--port=70000"], "--port"),
     "no host": ([*SERVE, "--host=no.such.host.invalid"], "--host=no.such.host.invalid: no address"),
-    "answers without room": (
-        [*SERVE, "--decode.max_new_tokens=64"],
-        "--decode.cache_length=64: leaves no room for a prompt",
-    ),
+    "answers without room": ([*SERVE, "--decode.max_new_tokens=64"], "--decode.max_new_tokens=64: leaves no room"),
     "texts beyond the model": ([*SERVE, "--decode.cache_length=99"], "--decode.cache_length=99: the model reads 64"),
     "decoder of another model": ([*SERVE, "--decode.method=apd"], "--decode.method=apd"),
     "setting of another decoder": ([*SERVE, "--decode.steps=3"], "--decode.steps=3: the decoder 'refusion' has only"),

@@ -76,7 +76,8 @@ def test_tasks_that_cannot_be_scored_while_training_are_refused_before_it(traine
         ({"tasks": "sums", "decode": "slot_size"}, "--config.eval.decode='slot_size': '' is no number"),
         ({"decode": "method=ar"}, "--config.eval.decode='method=ar': models of objective=refusion are decoded by ref"),
         ({"decode": "slot_size=0"}, "--config.eval.decode='slot_size=0': slot_size=0: must be at least 1"),
-        ({"tasks": "sums", "decode": "max_new_tokens=60"}, "--config.eval.tasks=sums: .*the model reads 64 tokens"),
+        ({"tasks": "sums", "decode": "max_new_tokens=60"}, "--config.eval.tasks=sums: .*64 tokens.*; give at most 48"),
+        ({"tasks": "sums", "decode": "slot_size=64"}, "; give smaller slots or blocks than 64 tokens"),
         ({"tasks": "humaneval", "task_data": str(tmp_path)}, "humaneval runs .*--config.eval.allow_code_execution"),
     ):
         (tmp_path / "humaneval.jsonl").write_text(json.dumps({"prompt": "a", "test": "b", "entry_point": "f"}))

@@ -30,11 +30,11 @@ def settings_for(values: dict[str, Any], method: str, room: int, model: ModelCon
     """
     plain = DecodeSettings(method, **values | {"max_new_tokens": 0}).for_model(model)
     new_tokens = -(-values["max_new_tokens"] // plain.multiple) * plain.multiple
-    if new_tokens + _SHORTEST_PROMPT > room:
-        raise UserError(
-            f"--decode.max_new_tokens={new_tokens}: the model reads {room} tokens, and a prompt must fit before the "
-            f"answer; give at most {max((room - _SHORTEST_PROMPT) // plain.multiple * plain.multiple, 0)}"
-        )
+    most = (room - _SHORTEST_PROMPT) // plain.multiple * plain.multiple
+    if new_tokens > most:
+        fix = f"give at most {most}" if most > 0 else f"give smaller slots or blocks than {plain.multiple} tokens"
+        why = f"the model reads {room} tokens, and a prompt must fit before the answer; {fix}"
+        raise UserError(f"--decode.max_new_tokens={new_tokens}: {why}")
     return dataclasses.replace(plain, max_new_tokens=new_tokens)
 
 

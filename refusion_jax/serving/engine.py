@@ -77,10 +77,7 @@ class Engine:
         """
         self.settings, self._config = settings.for_model(model.config), model.config
         if self.settings.new_tokens >= settings.cache_length:
-            raise UserError(
-                f"--decode.cache_length={settings.cache_length}: leaves no room for a prompt before "
-                f"{self.settings.new_tokens} new tokens"
-            )
+            settings.refuse("max_new_tokens", f"leaves no room for a prompt in a cache of {settings.cache_length}")
         whole = self.settings.multiple  # tokens that a decoder writes at once, where a single one is asked for, too
         self._compiled = dataclasses.replace(self.settings, cache_length=settings.cache_length - 1 + whole)
         shortest = dataclasses.replace(self.settings, max_new_tokens=whole)
