@@ -48,10 +48,11 @@ CONFIGS = [
     *("def get_config():\n  return None", "def get_config():\n  return {}", "import nothing_of_this_name"),
     *(
         f"{MADE}  {line}\n  return c"
-        for line in ("c.x = 1", "c.steps = 'x'", "c.mesh = 3", "del c.model", "c.seed = -1")
+        for line in (
+            *("c.x = 1", "c.steps = 'x'", "c.mesh = 3", "del c.model", "c.seed = -1", "c.slots.sizes = (4, 10**400)"),
+            *("c.model.hidden_size = None", "c.data.path = '\\udcff'", "c.learning_rate = float('nan')"),
+        )
     ),
-    *(f"{MADE}  {line}\n  return c" for line in ("c.slots.sizes = (4, 10**400)", "c.model.hidden_size = None")),
-    *(f"{MADE}  {line}\n  return c" for line in ("c.data.path = '\\udcff'", "c.learning_rate = float('nan')")),
 ]
 PROMPT = json.dumps({"prompt": "Sort 7 3 9.", "id": "x", "decode": {"seed": 1, "temperature": 0.5}}).encode()
 SAMPLE = {"step": 60, "task": "sorting", "problem": 1, "asked": "a", "answered": "b", "right": "c"}

@@ -62,8 +62,6 @@ def test_elements_of_tuples_are_found_where_they_are_used():
     assert "get-tuple-element" not in short
     assert count(parse(short), chips_per_slice=1) == count(parse(LOOP), chips_per_slice=1)
     nested = """
-HloModule nested
-
 ENTRY %main (x: ((f32[8], f32[4,8]), f32[16])) -> f32[4] {
   %x = ((f32[8]{0}, /*index=1*/f32[4,8]{1,0:T(8,128)}), f32[16]{0}) parameter(0)
   ROOT %y = f32[4]{0} dot(%x#0#1, %x#0#0), lhs_contracting_dims={1}, rhs_contracting_dims={0}
@@ -74,9 +72,7 @@ ENTRY %main (x: ((f32[8], f32[4,8]), f32[16])) -> f32[4] {
 
 def collective(line: str, chips_per_slice: int = 8) -> Collective:
     """What is counted of one collective of a float32 array of 16 elements."""
-    text = (
-        f"HloModule one\n\nENTRY %main (x: f32[16]) -> f32[] {{\n  %x = f32[16]{{0}} parameter(0)\n  ROOT {line}\n}}\n"
-    )
+    text = f"ENTRY %main (x: f32[16]) -> f32[] {{\n  %x = f32[16]{{0}} parameter(0)\n  ROOT {line}\n}}\n"
     (found,) = count(parse(text), chips_per_slice).collectives
     return found
 
@@ -123,8 +119,6 @@ def test_only_an_asynchronous_collective_overlaps_with_arithmetic():
 def test_a_fusion_reads_only_the_slices_it_takes_and_writes_in_place(taken_from):
     """Also from a table in another layout, which TPU7x's compiler makes inside of the fusion."""
     text = """
-HloModule fused
-
 %turn (own: f32[100,8]) -> f32[100,8] {
   %own = f32[100,8]{1,0} parameter(0)
   ROOT %copied = f32[100,8]{0,1} copy(%own)
@@ -224,8 +218,6 @@ def test_a_causal_kernel_works_on_whole_tiles(length, queries, keys, seen):
 def kernel(name: str, tiles: str, scope: str = "attention") -> Costs:
     """Costs of an attention kernel over two heads of 8 tokens of width 4."""
     text = f"""
-HloModule one
-
 ENTRY %main (q: bf16[2,8,4], k: bf16[2,8,4], v: bf16[2,8,4]) -> bf16[2,8,4] {{
   %q = bf16[2,8,4]{{2,1,0}} parameter(0)
   %k = bf16[2,8,4]{{2,1,0}} parameter(1)
@@ -252,8 +244,6 @@ def test_an_attention_kernel_counts_the_tiles_that_it_names():
 
 def test_a_collective_on_the_sparse_cores_is_counted_where_it_is_described():
     text = """
-HloModule offloaded
-
 %described (x.1: f32[16]) -> f32[64] {
   %x.1 = f32[16]{0} parameter(0)
   ROOT %g = f32[64]{0} all-gather(%x.1), replica_groups={{0,1,2,3},{4,5,6,7}}, dimensions={0}
@@ -276,8 +266,6 @@ ENTRY %main (x: f32[16]) -> f32[64] {
 
 def test_an_all_reduce_of_parts_among_zeros_is_called_a_gather():
     text = """
-HloModule gathered
-
 ENTRY %main (x: f32[4], at: s32[]) -> f32[16] {
   %x = f32[4]{0} parameter(0)
   %at = s32[] parameter(1)
