@@ -49,13 +49,8 @@ def probabilities(model, cache, tokens, places, visible=None):
     seen = torch.ones(W, P + W, dtype=torch.bool, device=device)
     seen[:, P:] = seen[:, P:].tril() if visible is None else visible
     bias = torch.zeros(W, P + W, dtype=model.dtype, device=device).masked_fill(~seen, torch.finfo(model.dtype).min)
-    out = model(
-        input_ids=torch.tensor([tokens], device=device),
-        position_ids=torch.tensor([places], device=device),
-        attention_mask=bias[None, None],
-        past_key_values=cache,
-        use_cache=True,
-    )
+    ids, positions = (torch.tensor([x], device=device) for x in (tokens, places))
+    out = model(ids, bias[None, None], positions, cache, use_cache=True)  # by place: transformers renames the cache
     c, p = model.config, out.logits[0].float().softmax(-1)
     p[:, list({c.mask_token_id, c.pad_token_id} - {None, c.eos_token_id})] = -1
     return p
