@@ -37,7 +37,7 @@ from refusion_jax.planning.report import plan_decode, plan_dump, plan_train, to_
 from refusion_jax.planning.search import FIX_SECONDS, fix_for, fix_for_decode, search
 from refusion_jax.split import report as split_report
 from refusion_jax.systems.api import all_settings, own_settings
-from refusion_jax.systems.registry import default_decoder
+from refusion_jax.systems.registry import default_decoder, found_everywhere, systems
 
 _CONFIG = command.define_config("Config file, such as configs/refusion_8b.py")
 _TOPOLOGY = flags.DEFINE_string(
@@ -97,6 +97,9 @@ def main() -> None:
             raise UserError(f"--rows_per_chip={_ROWS.value:g}: not a whole number of rows on {chips:g} chips")
         config.batch_size = int(_ROWS.value * chips)
     check(config)
+    for name in systems().keys() - found_everywhere().keys():
+        if systems()[name].section in config or name == config.objective:
+            raise UserError(f"system {name!r}: --config registers it, and the compiler, a process of its own, lacks it")
     if kind == "decode":
         given = command.given()
         settings = own_settings(given.get("method") or default_decoder(config.objective), given)

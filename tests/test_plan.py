@@ -129,6 +129,19 @@ def test_a_dump_that_is_none_or_lacks_a_part_is_one_clear_line(dump, text, assig
 
 
 @needs_topologies
+def test_a_system_that_the_compiler_does_not_find_is_named(tmp_path):
+    (tmp_path / "mine.py").write_text(
+        "import dataclasses\n"
+        "from refusion_jax.systems import registry\n"
+        "registry.register(dataclasses.replace(registry.find_system('llada'), name='mine', section='mine', "
+        "decoders={}))\n"
+        "from refusion_jax.config import default_config as get_config\n"
+    )
+    _, err = run("plan", f"--config={tmp_path}/mine.py", "--topology=v5e:2x2", "--memory_only", code=2)
+    assert err.startswith("error: system 'mine': --config registers it")
+
+
+@needs_topologies
 def test_a_setting_that_only_the_compiled_program_refuses_is_named_as_its_flag():
     flags = [CONFIG, "--topology=v5e:2x2", "--what=decode", "--decode.batch_size=6"]
     _, err = run("plan", *flags, code=2)

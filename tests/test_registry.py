@@ -20,10 +20,10 @@ from refusion_jax.systems.interface import System
 def folder(tmp_path, monkeypatch):
     """A further folder of systems: files written there are found."""
     monkeypatch.setattr(registry.folder, "__path__", [*registry.folder.__path__, str(tmp_path)])
-    registry._found.cache_clear()
+    registry.found_everywhere.cache_clear()
     yield tmp_path
     monkeypatch.undo()
-    registry._found.cache_clear()
+    registry.found_everywhere.cache_clear()
     for path in tmp_path.glob("*.py"):
         sys.modules.pop(f"refusion_jax.systems.{path.stem}", None)
 
@@ -48,6 +48,10 @@ def undecorated(name: str) -> str:
         (copy_of_llada("llada"), "UserError: system 'llada': 'llada' has this name or one of its decoders' already"),
         (copy_of_llada("odd").replace("def corrupt(", "def corupt("), "UserError: .*its objective has no corrupt"),
         (copy_of_llada("odd").replace('{"odd": reference}', "{}"), "UserError: .*its decoder 'odd' has no reference"),
+        (
+            copy_of_llada("odd").replace('"odd",', '"odd", is_default=True,', 1),
+            "UserError: .*'refusion' is the default",
+        ),
         (copy_of_llada("odd").replace('section="odd"', 'section=""'), "UserError: .*its config section has no name"),
         (copy_of_llada("odd").replace("=MaskedDiffusion,", "=MaskedDiffusion(0),"), "UserError: .*no base class Objec"),
         (copy_of_llada("odd").replace('section="odd"', 'section="o.d"'), "UserError: .*section has no name of letters"),
@@ -60,12 +64,19 @@ def undecorated(name: str) -> str:
 )
 def test_a_system_that_is_not_whole_is_named_and_breaks_no_other(folder, capsys, source, why):
     before = list(registry.systems())
-    registry._found.cache_clear()
+    registry.found_everywhere.cache_clear()
     (folder / "broken.py").write_text(source)
     (folder / "copied.py").write_text(copy_of_llada("copied"))
     assert set(registry.systems()) == {*before, "copied"}
     (line,) = capsys.readouterr().err.splitlines()
     assert re.fullmatch(f"{re.escape(str(folder))}/broken.py is left out: {why}.*", line)
+
+
+def test_a_decoder_of_models_that_no_system_trains_is_told_of(folder, capsys):
+    registry.found_everywhere.cache_clear()
+    (folder / "odd.py").write_text(copy_of_llada("odd").replace('("r2ft",)', '("r2ft", "lada", "plain")'))
+    assert "odd" in registry.systems()
+    assert capsys.readouterr().err == "system 'odd': decodes='lada' is no system\n"
 
 
 def test_a_new_system_is_found_by_its_name_and_trains_and_decodes(monkeypatch):
@@ -79,9 +90,19 @@ def test_a_new_system_is_found_by_its_name_and_trains_and_decodes(monkeypatch):
         references={"toy": llada.references["llada"]},
         section="toy",
     )
+    with pytest.raises(UserError, match="system 'toy': decodes='lada' is no system"):
+        registry.register(dataclasses.replace(toy, decodes=("lada",)))
     registry.register(toy)
     config = config_with(objective="toy", **{"toy.padding": 0.5})
     assert make_objective(config, MASK).padding == 0.5
+
+    def refuse(self, **_):
+        raise KeyError("no such padding")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(toy.objective, "__init__", refuse)
+        with pytest.raises(UserError, match="--config.toy: KeyError: 'no such padding'"):
+            make_objective(config, MASK)
     model = sharp_model()
     assert decode(model, PROMPTS, settings("toy")) == decode(model, PROMPTS, settings("llada"))
     with pytest.raises(UserError, match="has this name"):

@@ -16,13 +16,13 @@ from absl import flags
 from flax.traverse_util import flatten_dict
 
 from refusion_jax.cli import command
-from refusion_jax.cli.errors import SettingError, UserError, naming
+from refusion_jax.cli.errors import SettingError, UserError, first_line, naming
 from refusion_jax.cli.flag_values import check_reachable
 from refusion_jax.cli.paths import is_remote
 from refusion_jax.config.keys import keys, keys_of
 from refusion_jax.distributed import sharding
 from refusion_jax.model.lora import INPUTS, read_lora
-from refusion_jax.model.shape import family_fault
+from refusion_jax.model.shape import family_fault, shape_fault
 from refusion_jax.systems.api import own_settings, read_settings
 from refusion_jax.systems.interface import Objective
 from refusion_jax.systems.registry import decoders_for, find_decoder, find_system, systems
@@ -50,7 +50,12 @@ def make_objective(config: ml_collections.ConfigDict, mask_id: int, eos_id: int 
     system = find_system(config.objective)
     values = {name: config[system.section][name] for name in system.keys}
     own = {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
-    return system.objective(mask_id=mask_id, eos_id=eos_id, **own)
+    try:
+        return system.objective(mask_id=mask_id, eos_id=eos_id, **own)
+    except UserError:
+        raise
+    except Exception as error:  # noqa: BLE001  whatever a system's own check may raise
+        raise UserError(f"--config.{system.section}: {type(error).__name__}: {first_line(error)}") from error
 
 
 flatten = functools.partial(flatten_dict, sep=".")  # {dotted key: value} of a nested dict
@@ -90,6 +95,8 @@ def check(c: ml_collections.ConfigDict) -> None:
     for name, other in needed.items():  # a config file may set what flags then leave without effect
         if f"config.{name}" in flags.FLAGS and _get(c, name) != keys()[name].default:
             refuse(name, f"has no effect without --config.{other}")
+    if 0 < c.guard.spike <= 1:
+        refuse("guard.spike", "must be above 1, or every step that is no better than the mean is skipped; 0: none is")
     if c.batch_size % c.accumulation:
         refuse("batch_size", f"must be a multiple of accumulation={c.accumulation}")
     if c.eval.tasks or c.eval.decode:
@@ -102,16 +109,10 @@ def check(c: ml_collections.ConfigDict) -> None:
         check_steps(c)
 
     m = c.model
-    if m.num_attention_heads % m.num_key_value_heads:
-        refuse("model.num_attention_heads", f"must be a multiple of num_key_value_heads={m.num_key_value_heads}")
-    if not c.init_from and (fault := family_fault(m)):
+    if fault := shape_fault(m) or (not c.init_from and family_fault(m)):
         raise UserError(f"--config.model.{fault}")
     if m.head_dim % 2:
         refuse("model.head_dim", "must be even (RoPE rotates pairs)")
-    for name, lengths in (("rope_scaling", (0, 1, 4)), ("local_rope", (0, 2))):
-        are_numbers = all(type(x) in (int, float) and 0 < x <= 1e12 for x in m[name])
-        if not (len(m[name]) in lengths and are_numbers):
-            refuse(f"model.{name}", f"must be {lengths[-2] or 'none'} or {lengths[-1]} numbers above 0")
 
     if c.lora.rank and not c.init_from:
         refuse("lora.rank", "adapters need weights to adapt: name them with --config.init_from")

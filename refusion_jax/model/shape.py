@@ -70,13 +70,17 @@ class ModelConfig(RareFields):
 def to_model_config(path: epath.PathLike, content: dict[str, Any]) -> ModelConfig:
     """The shape of a model, from the values in a file; UserError names the key that is missing or impossible."""
     config = to_type(content, ModelConfig, f"{path} cannot be read")
-    if fault := _fault(config):
+    ids = {f"{kind}_token_id": getattr(config, f"{kind}_token_id") for kind in ("pad", "bos", "eos", "mask")}
+    wrong = [f"{name}={i} is no row of the embedding" for name, i in ids.items() if not -1 <= i < config.vocab_size]
+    if fault := family_fault(config) or shape_fault(config) or next(iter(wrong), None):
         raise UserError(f"{path} describes no model: {fault}")
     return config
 
 
 def family_fault(c: ModelConfig | ml_collections.ConfigDict) -> str | None:
-    """What is wrong with the parts of a model that few families have, such as experts; its family is a known one."""
+    """What is wrong with the family, or with parts of a model that few families have, such as experts."""
+    if c.family not in FAMILIES:
+        return f"family={c.family[:60]} must be one of {', '.join(FAMILIES)}"
     family = FAMILIES[c.family]
     for field in dataclasses.fields(ModelConfig):
         value = getattr(c, field.name, None)
@@ -112,19 +116,15 @@ def family_fault(c: ModelConfig | ml_collections.ConfigDict) -> str | None:
     return None
 
 
-def _fault(c: ModelConfig) -> str | None:
-    if c.family not in FAMILIES:
-        return f"family={c.family[:60]} must be one of {', '.join(FAMILIES)}"
-    if fault := family_fault(c):
-        return fault
-    if c.num_attention_heads % c.num_key_value_heads:
-        return f"num_attention_heads={c.num_attention_heads} must be a multiple of {c.num_key_value_heads} kv heads"
-    for name, sizes in (("rope_scaling", (0, 1, 4)), ("local_rope", (0, 2))):
-        if len(getattr(c, name)) not in sizes:
-            return f"{name}={getattr(c, name)} must be {' or '.join(map(str, sizes[1:]))} numbers"
+def shape_fault(c: ModelConfig | ml_collections.ConfigDict) -> str | None:
+    """What is wrong with the sizes that must fit together in every family."""
+    heads, kv_heads = c.num_attention_heads, c.num_key_value_heads
+    if heads % kv_heads:
+        return f"num_attention_heads={heads}: must be a multiple of num_key_value_heads={kv_heads}"
+    for name, lengths in (("rope_scaling", (0, 1, 4)), ("local_rope", (0, 2))):
+        numbers = getattr(c, name)
+        if len(numbers) not in lengths or not all(type(x) in (int, float) and 0 < x <= 1e12 for x in numbers):
+            return f"{name}={numbers}: must be {' or '.join(map(str, lengths[1:]))} numbers above 0"
     if len(c.rope_scaling) == 4 and c.rope_scaling[1] >= c.rope_scaling[2]:
         return f"rope_scaling={c.rope_scaling}: low_freq_factor must be less than high_freq_factor"
-    for kind in ("pad", "bos", "eos", "mask"):
-        if not -1 <= getattr(c, f"{kind}_token_id") < c.vocab_size:
-            return f"{kind}_token_id={getattr(c, f'{kind}_token_id')} is no row of the embedding"
     return None

@@ -36,18 +36,23 @@ def register(system: System) -> System:
         del others[system.name]
     if system not in others.values():
         _check(system, others.values())
+        if lost := {*system.decodes} - {*others, system.name, PLAIN}:
+            raise UserError(f"system {system.name!r}: decodes={min(lost)!r} is no system")
         _registered[system.name] = system
     return system
 
 
 def systems() -> dict[str, System]:
     """All systems by name: those of this folder, then those of entry points, then registered ones."""
-    return _found() | _registered
+    return found_everywhere() | _registered
 
 
 @functools.cache
-def _found() -> dict[str, System]:
-    """The systems of this folder and of entry points; a line on stderr names one that fails, and the others stay."""
+def found_everywhere() -> dict[str, System]:
+    """The systems of this folder and of entry points, which every process finds.
+
+    A line on stderr names one that fails, and the others stay.
+    """
     found = {}
     for place, load in [*_modules(), *_entry_points()]:
         try:
@@ -57,6 +62,9 @@ def _found() -> dict[str, System]:
                 found[system.name] = system
         except Exception as error:  # noqa: BLE001  whatever the code of a system may raise when it is imported
             print(f"{place} is left out: {type(error).__name__}: {first_line(error)}", file=sys.stderr)
+    for name, system in found.items():
+        if lost := {*system.decodes} - {*found, PLAIN}:
+            print(f"system {name!r}: decodes={min(lost)!r} is no system", file=sys.stderr)
     return found
 
 
@@ -82,6 +90,8 @@ def _check(system: System, others: Iterable[System]) -> None:
     for other in others:
         if other.name == system.name or (set(other.decoders) & set(system.decoders)):
             raise UserError(f"{name}: {other.name!r} has this name or one of its decoders' already")
+        if system.is_default and other.is_default:
+            raise UserError(f"{name}: {other.name!r} is the default already")
         if system.section and other.section == system.section:
             raise UserError(f"{name}: {other.name!r} has the config section {system.section!r} already")
         for key, kind in _kinds(system).items():
