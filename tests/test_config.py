@@ -183,7 +183,8 @@ def test_a_mesh_takes_all_devices_or_is_refused():
     assert sharding.describe(mesh) == "8 cpu (fsdp=4, tensor=2)"
     assert sharding.describe(sharding.make_mesh(sizes, jax.devices()[:1])) == "1 cpu"
     for shape, said in (
-        ({"fsdp": 3}, "mesh.fsdp=3 does not multiply to the 8 devices here"),
+        ({"fsdp": 3}, "mesh.fsdp=3 does not multiply to the 8 devices here; one axis may be -1"),
+        ({"fsdp": -1, "tensor": 3}, "mesh.fsdp=-1, mesh.tensor=3 does not multiply to the 8 devices here$"),
         ({}, "a mesh of one dev"),
     ):
         with pytest.raises(UserError, match=said):

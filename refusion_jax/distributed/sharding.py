@@ -54,10 +54,9 @@ def make_mesh(shape: Mapping[str, int], devices: list[jax.Device] | None = None)
     sizes = {axis: len(devices) // known if size == -1 else size for axis, size in shape.items()}
     if math.prod(sizes.values()) != len(devices):
         asked = ", ".join(f"mesh.{axis}={size}" for axis, size in shape.items() if size != 1)
-        raise UserError(
-            f"{asked or 'a mesh of one device'} does not multiply to the {len(devices)} devices here; sizes must "
-            f"divide that number, and one may be -1, which takes what the others leave"
-        )
+        can_grow = known < len(devices) and -1 not in shape.values()
+        fix = "; one axis may be -1, which takes what the others leave" if can_grow else ""
+        raise UserError(f"{asked or 'a mesh of one device'} does not multiply to the {len(devices)} devices here{fix}")
     slices = len({getattr(device, "slice_index", 0) for device in devices})
     if sizes["replica"] % slices:
         raise UserError(
