@@ -51,7 +51,7 @@ _CONFIG = command.define_config("Config file, such as configs/quickstart.py")
 _WORKDIR = flags.DEFINE_string("workdir", None, "Directory of the run: made, or resumed if it holds this very run")
 _START_OVER = flags.DEFINE_bool("start_over", False, "Begin at step 0 where none of the checkpoints can be read")
 _COMPILE = flags.DEFINE_bool(
-    "compile_only", False, "Compile the step into the cache of DIR for the next start, and end"
+    "compile_only", False, "Compile the step for the next start, into --config.compilation_cache, and end"
 )
 _ALLOW = flags.DEFINE_list(
     "allow_change", [], f"Config keys that may differ from those the run was started with: {', '.join(CHANGEABLE)}"
