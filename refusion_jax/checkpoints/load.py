@@ -219,7 +219,7 @@ def load_tokenizer(path: epath.PathLike) -> Tokenizer:
     """The tokenizer of a run or model; the path is as for `load_model`; UserError where it has none."""
     tokenizer = find_tokenizer(epath.Path(path))
     if tokenizer is None:
-        raise UserError(f"{path} holds no tokenizer.model, tokenizer.json or vocab.json: give prompts as prompt_ids")
+        raise UserError(f"{path} holds no tokenizer.model, tokenizer.json or vocab.json: put its tokenizer there")
     return tokenizer
 
 
