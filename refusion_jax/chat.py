@@ -106,9 +106,8 @@ class Chat:
             if len(ids) <= room or first == len(self._turns):
                 break
             first += 2
-        number = len(self._turns) // 2
-        request = Request(ids, settings=self._settings, noise=number, name="the turn")
-        request = self._engine.check(request)
+        asked = Request(ids, settings=self._settings, noise=len(self._turns) // 2, name="the turn")
+        request = self._engine.check(asked)
         if self._tokenizer.has_chat_template and first > self._first:
             print(
                 f"left out from here on, as they do not fit: the first {first // 2} turns", file=sys.stderr, flush=True

@@ -113,8 +113,7 @@ def main() -> None:
     keep_for_user(_CACHE.value)
 
     model = load_for(checkpoint, settings, _DTYPE.value, mesh)
-    kept = None if _PREFIXES.value is None else _PREFIXES.value << 20
-    engine = Engine(model, settings, rows, prefix_cache=kept)
+    engine = Engine(model, settings, rows, prefix_cache=_PREFIXES.value and _PREFIXES.value << 20)
     seed = given.get("seed") if _SEED.value is None else _SEED.value
     host, port, *_ = listening.getsockname()
     access = Access(keys, _CORS.value, allowed_hosts(host, _HOSTS.value), _LOG.value)

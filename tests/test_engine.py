@@ -140,13 +140,14 @@ def test_an_answer_is_shown_as_soon_as_it_begins_and_then_as_often_as_people_can
 
 @pytest.mark.thorough
 def test_a_lossless_decoder_is_served_and_so_are_the_gaps_that_it_fills():
-    """Three times as many requests as rows."""
+    """Three times as many requests as rows; drafts are counted of these alone, and not of what compiles."""
     model, own = sharp_model(), settings("dense", new=12, cache_length=64)
     gaps = Request([BOS, 9], (5, [7, 8], 4)), Request([BOS, 6], (3, [11]))
     asked = [*(Request([BOS, 7 + i]) for i in range(4)), *gaps]
     engine, told = Engine(model, own, rows=2), Told()
     engine.start()
     try:
+        assert engine.verified == (0, 0)
         requests = [engine.check(dataclasses.replace(request, settings=own)) for request in asked]
         engine.submit([told.job(i, request) for i, request in enumerate(requests)])
         told.wait(len(requests))

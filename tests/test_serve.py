@@ -28,6 +28,7 @@ TEXTS = [f"{word} {number} 3 9." for word in ("Sort", "Add", "Quote", "Reverse")
 def address(trained_run):
     flags = [f"--decode.{name}={value}" for name, value in SETTINGS.items()]
     with serving(f"--checkpoint={trained_run}", "--model_name=tiny", "--decode.batch_size=4", *flags) as address:
+        assert figures(address)["vllm:spec_decode_num_draft_tokens_total"] == 0  # of an answer that nobody asked for
         yield address
 
 

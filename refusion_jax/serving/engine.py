@@ -23,7 +23,7 @@ from refusion_jax.decoding.constrained import Matcher, batch_type
 from refusion_jax.decoding.decoder import Decoder
 from refusion_jax.decoding.memory import room_besides
 from refusion_jax.decoding.queue import batch_rows, mesh_of
-from refusion_jax.decoding.requests import Answer, Request, check_tokens, prepare, read_answer
+from refusion_jax.decoding.requests import Request, check_tokens, prepare, read_answer
 from refusion_jax.decoding.settings import Settings
 from refusion_jax.distributed.sharding import shard_count
 from refusion_jax.model.shape import ModelConfig
@@ -105,7 +105,7 @@ class Engine:
         self._taken: list[Job] = []  # that are being admitted, until the device says that they are
         self._read: list[tuple[Job, Any, bool]] = []  # what is to be reported: see `_report`
         self._changed = threading.Condition()
-        self._is_started = self._is_closed = False
+        self._started, self._is_closed = threading.Event(), False
         self.failure: Exception | None = None
         self._thread = threading.Thread(target=self._guard, name="engine", daemon=True)
 
@@ -181,17 +181,10 @@ class Engine:
             self._changed.notify()
 
     def start(self, failed: Callable[[], None] = lambda: None) -> None:
-        """Starts the thread, and compiles by decoding an answer; calls `failed` once where it cannot go on, ever."""
-        self._failed, done = failed, threading.Event()
-
-        def report(answer: Answer, is_finished: bool) -> bool:
-            self._is_started = True
-            done.set()
-            return False  # so that the program which stops rows is compiled, too
-
+        """Starts the thread, and waits until all is compiled; calls `failed` once where it cannot go on, ever."""
+        self._failed = failed
         self._thread.start()
-        self.submit([Job(self._largest[1], report, lambda error: done.set(), is_watched=True)])
-        done.wait()
+        self._started.wait()
 
     def close(self) -> None:
         """Ends the thread; what is not answered yet fails."""
@@ -205,7 +198,8 @@ class Engine:
 
     def _guard(self) -> None:
         try:
-            self._batch.compile_admissions(self._largest[1])
+            self._compile()
+            self._started.set()
             while not self._is_closed:
                 try:
                     self._decode()
@@ -215,6 +209,17 @@ class Engine:
             self.failure = error
             self._fail_all(error)
             self._failed()
+            self._started.set()
+
+    def _compile(self) -> None:
+        """Compiles all programs, by an answer that nobody is told of and nothing counts."""
+        batch, request = self._batch, self._largest[1]
+        batch.compile_admissions(request)
+        (row,) = batch.admit([request])
+        batch.run(batch.rows, 1)
+        batch.look()
+        batch.stop([row])
+        batch.free.append(row)
 
     def _begin_anew(self, error: Exception) -> None:
         """Replaces the batch by an empty one, as an array that was donated is gone; raises where that fails, too.
@@ -222,8 +227,6 @@ class Engine:
         The requests that were being admitted fail, or else all in the batch; the others are decoded again, to the same
         answers. So each failure fails at least one, and none is repeated for ever.
         """
-        if not self._is_started:
-            raise error
         for job, outcome, is_finished in self._read:
             self._report(job, outcome, is_finished)
         alive = [job for job in self._in_batch if not job.is_over]
@@ -238,13 +241,8 @@ class Engine:
         self._rows, self._taken, self._read = {}, [], []
         traceback.clear_frames(error.__traceback__)  # with the old batch, before memory is taken for the new one
         del self._batch
-        self._batch = batch = self._empty()
-        batch.compile_admissions(self._largest[1])
-        (row,) = batch.admit([self._largest[1]])
-        batch.run(batch.rows, 1)
-        batch.look()
-        batch.stop([row])
-        batch.free.append(row)
+        self._batch = self._empty()
+        self._compile()
 
     def _fail_all(self, error: Exception) -> None:
         with self._changed:
