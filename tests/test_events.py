@@ -88,9 +88,9 @@ def test_a_log_that_cannot_be_read_is_not_an_empty_one(tmp_path):
         read_log(tmp_path / "events.jsonl")
 
 
-def test_steps_of_no_number_are_no_event(tmp_path):
+def test_steps_of_no_number_and_lines_that_stand_there_twice_are_no_event(tmp_path):
     none = event(3, "steps", first=1, last=0, seconds=1, data_seconds=0)
-    (tmp_path / events.FILE).write_text(f"{json.dumps(STRAIGHT[0])}\n{json.dumps(none)}\n")
+    (tmp_path / events.FILE).write_text(2 * f"{json.dumps(STRAIGHT[0])}\n" + f"{json.dumps(none)}\n")
     assert events.read_events(tmp_path) == STRAIGHT[:1]
     out, err = run("goodput", f"--workdir={tmp_path}")
     assert out.startswith("goodput 0.0% of 0 min 0 s in 1 session")

@@ -27,12 +27,13 @@ SPLIT = ["--config.mesh.data=1", "--config.mesh.fsdp=2", "--config.mesh.sequence
 )
 @pytest.mark.thorough
 def test_tasks_are_scored_while_training_which_does_not_notice(trained_run, tasks, tmp_path, devices, mesh):
-    """From step 50 on, as after a restart."""
+    """From step 50 on, as after a restart that takes steps again."""
     directory, workdir = tasks(GENERATE), tmp_path / "run"
     flags = [*TINY_RUN, *mesh, "--config.eval.tasks=sums", f"--config.eval.include_path={directory}"]
     flags += ["--config.eval.tasks_every=5", "--config.eval.limit=12", "--config.eval.decode=batch_size=8"]
     shutil.copytree(trained_run, workdir)
     shutil.rmtree(workdir / "checkpoints" / "60")
+    (workdir / "samples.jsonl").write_text("".join(f'{{"step": {step}, "problem": 0}}\n' for step in (50, 55)))
     run("train", *flags, f"--workdir={workdir}", devices=devices)
     records = read_metrics(workdir)
     losses, expected = ([record["loss"] for record in read_metrics(d)] for d in (workdir, trained_run))
@@ -51,7 +52,8 @@ def test_tasks_are_scored_while_training_which_does_not_notice(trained_run, task
         assert f"eval_sums/{sample['doc_id']}".encode() in board
         assert f"**Answered**\n\n    {(sample['resps'][0][0].splitlines() or [''])[0]}".encode() in board
     assert b"eval_sums/5" not in board
-    kept = [json.loads(line) for line in (workdir / "samples.jsonl").read_text().splitlines()]
+    before, *kept = [json.loads(line) for line in (workdir / "samples.jsonl").read_text().splitlines()]
+    assert before == {"step": 50, "problem": 0}
     assert [(sample["step"], sample["problem"]) for sample in kept] == [
         (step, i) for step in (55, 60) for i in range(5)
     ]

@@ -22,6 +22,7 @@ repeated after a kill are lost.
 import collections
 import concurrent.futures
 import contextlib
+import itertools
 import os
 import time
 from collections.abc import Iterable, Iterator
@@ -128,14 +129,14 @@ def process_age() -> float:
 
 
 def read_events(workdir: epath.PathLike) -> list[dict[str, Any]]:
-    """The valid events of a run; lines that were cut off are skipped."""
+    """The valid events of a run; a line that was cut off, or stands there twice, does not count."""
 
     def is_valid(event: dict[str, Any]) -> bool:
         kind = event.get("event")
         is_whole = isinstance(kind, str) and all(is_number(event.get(x)) for x in ("time", *_NUMBERS.get(kind, ())))
         return is_whole and (kind != "steps" or event["first"] <= event["last"])
 
-    return [event for event in read_log(epath.Path(workdir) / FILE) if is_valid(event)]
+    return [event for event, _ in itertools.groupby(filter(is_valid, read_log(epath.Path(workdir) / FILE)))]
 
 
 def is_number(value: Any) -> bool:

@@ -1,5 +1,6 @@
 """Shows a row as it is trained on, for any system, at a terminal or as a page: documents, their corruption, labels."""
 
+import itertools
 import json
 from importlib import resources
 from typing import NamedTuple
@@ -125,14 +126,9 @@ def _spans(tokenizer: Tokenizer, tokens: np.ndarray, kinds: np.ndarray, position
 def visible_text(tokenizer: Tokenizer, tokens: np.ndarray) -> str:
     """The text of tokens [N], with visible special tokens."""
     special = {tokenizer.mask_id: "▒", tokenizer.eos_id: "<eos>", tokenizer.bos_id: "<bos>"}
-    text, plain = "", []
-    for token in [*tokens.tolist(), None]:
-        if token in special or token is None:
-            text += (tokenizer.decode(plain) if plain else "") + special.get(token, "")
-            plain = []
-        else:
-            plain.append(token)
-    return text
+    runs = itertools.groupby(tokens.tolist(), special.__contains__)
+    texts = ("".join(map(special.get, run)) if is_special else tokenizer.decode([*run]) for is_special, run in runs)
+    return "".join(texts)
 
 
 def _label_table(tokenizer, batch: Batch, given: np.ndarray, kinds: np.ndarray) -> Table:

@@ -46,9 +46,9 @@ class MetricsWriter:
         self._is_writer = jax.process_index() == 0
         if not self._is_writer:
             return
-        write_file(logs.path / FILE, "".join(json.dumps(record) + "\n" for record in kept))
-        self._file = AppendLog(logs.path / FILE, keeps_trying=True)
-        self._samples = AppendLog(logs.fetch(SAMPLES), keeps_trying=True) if config.eval.tasks else None
+        self._file = _reopened(logs.path / FILE, kept)
+        samples = _up_to(run.workdir / SAMPLES, first_step)
+        self._samples = _reopened(logs.path / SAMPLES, samples) if config.eval.tasks else None
         self._trackers = Trackers(config, run.workdir, logs.path, first_step)
         self._bar = None
         if sys.stdout.isatty():
@@ -71,7 +71,6 @@ class MetricsWriter:
         now = time.monotonic()
         step_before, tokens_before, before = self._last
         self._last = step, tokens, now
-        skipped = int(metrics.pop("skipped"))
         record = {"step": step} | {f"loss_{term}": None for term in loss_term_names()}
         record |= {name: _finite(value) for name, value in metrics.items()}
         flops = self._flops_per_step * (step - step_before) / (now - before)
@@ -79,7 +78,7 @@ class MetricsWriter:
             "tokens": tokens,
             "tokens_per_second": (tokens - tokens_before) / (now - before),
             "mfu": self._peak and flops / self._peak,
-            "skipped": skipped,  # steps so far that did not count
+            "skipped": int(metrics["skipped"]),  # steps so far that did not count
             "seconds": now - self._began,
         }
         if self._is_writer:
@@ -122,14 +121,21 @@ class MetricsWriter:
                 self._bar.stop()
 
 
-def read_metrics(workdir: epath.Path, up_to: int | None = None) -> list[dict]:
+def read_metrics(workdir: epath.Path, up_to: float = float("inf")) -> list[dict]:
     """The records of a run in the order of steps, up to one step; invalid lines are skipped."""
-    records = {}
-    for record in read_log(workdir / FILE):
-        step = record.get("step")
-        if isinstance(step, int) and (up_to is None or step <= up_to):
-            records[step] = record
+    records = {record["step"]: record for record in _up_to(workdir / FILE, up_to)}
     return [records[step] for step in sorted(records)]
+
+
+def _up_to(path: epath.Path, step: float) -> list[dict]:
+    """The records of a log that are of steps up to this one."""
+    return [record for record in read_log(path) if isinstance(record.get("step"), int) and record["step"] <= step]
+
+
+def _reopened(path: epath.PathLike, records: list[dict]) -> AppendLog:
+    """A log that holds these records, to append to."""
+    write_file(path, "".join(json.dumps(record) + "\n" for record in records))
+    return AppendLog(path, keeps_trying=True)
 
 
 def _finite(value: np.ndarray | float | bool) -> float | bool | None:

@@ -207,8 +207,7 @@ def _answers(runs: Sequence[ShownRun]) -> list[tuple]:
     """(task, problem, asked, right, [(run, sample) of each run]), by the last answer of each."""
     found: dict[tuple, list[tuple[ShownRun, dict]]] = {}
     for run in runs:
-        last = {(s["task"], s["problem"]): s for s in run.samples}
-        for s in last.values():
+        for s in {(s["task"], s["problem"]): s for s in run.samples}.values():
             found.setdefault((s["task"], s["problem"], s["asked"], s["right"]), []).append((run, s))
     return [(*key, found[key]) for key in sorted(found)]
 
