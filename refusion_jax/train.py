@@ -27,7 +27,7 @@ from etils import epath
 from jax.sharding import Mesh
 
 from refusion_jax.checkpoints.directory import is_complete, saved_steps
-from refusion_jax.checkpoints.load import check_fits, find_own_tokenizer, read_model_config
+from refusion_jax.checkpoints.load import check_fits, choose_method, find_own_tokenizer, read_model_config
 from refusion_jax.checkpoints.lock import check_free, locked
 from refusion_jax.cli import command, flag_values
 from refusion_jax.cli.errors import UserError, naming, needs
@@ -41,6 +41,7 @@ from refusion_jax.distributed.preemption import EXIT_CODE, Preemption
 from refusion_jax.evaluation.heldout import make_held_out
 from refusion_jax.model.shape import READ_ALIKE
 from refusion_jax.planning.fastest import faster_settings
+from refusion_jax.systems.registry import find_system
 from refusion_jax.training import events
 from refusion_jax.training.loop import Now, RollBack, Run
 from refusion_jax.training.program import Program, train_program
@@ -100,6 +101,9 @@ def train(
     # 2. The data.
     source = epath.Path(config.init_from) if config.init_from and (config.lora.rank or not steps) else None
     reads = make_objective(config, 0).reads
+    if reads and (system := find_system(config.objective)).decodes:  # or nothing could decode with what is trained
+        with naming(f"--config.{config.objective}.reads"):
+            choose_method(epath.Path(reads), min(system.decoders))
     default = source or (epath.Path(reads) if reads else None)
     with naming(f"--config.{'init_from' if source else f'{config.objective}.reads'}"):
         own = default and find_own_tokenizer(default)

@@ -1,10 +1,12 @@
 """DFlash: its rows, and what does not fit together. What drafters learn and draft is in test_speculation.py."""
 
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import MASK, PROMPTS, config_with, settings, tiny_config, tiny_model
+from conftest import MASK, PROMPTS, ROOT, config_with, run, settings, tiny_config, tiny_model
 from flax import nnx
 from helpers import drawn_matrix
 
@@ -43,3 +45,7 @@ def test_what_does_not_fit_together_is_refused(tmp_path):
     with pytest.raises(UserError, match="objective=dflash: its models do not decode by themselves"):
         choose_method(tmp_path, None)
     assert "dflash" in decoders_for("ar")
+    (tmp_path / "config.json").write_text('{"objective": "llada"}')
+    flags = ["--config.objective=dflash", f"--config.dflash.reads={tmp_path}", f"--workdir={tmp_path / 'drafter'}"]
+    _, err = run("train", f"--config={ROOT / 'configs/quickstart.py'}", *flags, code=2)
+    assert re.search("^error: --config.dflash.reads: method=dflash: .* was trained with objective=llada, which", err)
