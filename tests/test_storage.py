@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from conftest import ROOT, TINY_RUN, run, start
 from etils import epath
-from helpers import tiny_qwen3
+from helpers import tiny_qwen3, wait_until
 from safetensors.numpy import load_file
 
 from refusion_jax.cli import paths
@@ -79,57 +79,38 @@ def test_models_are_converted_from_and_to_the_store(store, tmp_path):
     assert store.objects == before
 
 
-class Unreachable:
-    """A path in a store that does not answer at first."""
-
-    def __init__(self):
-        self.written, self.failures = {}, 1
-
-    def __fspath__(self):
-        return "gs://bucket/run"
-
-    def __truediv__(self, name):
-        owner = self
-
-        class Target:
-            parent = type("Parent", (), {"mkdir": staticmethod(lambda **_: None)})
-
-            def exists(self):
-                return name in owner.written
-
-            def read_bytes(self):
-                return owner.written[name]
-
-            def write_bytes(self, content):
-                if owner.failures:
-                    owner.failures -= 1
-                    raise OSError("503")
-                owner.written[name] = content
-
-        return Target()
+def written(store) -> dict[str, bytes]:
+    """The files of a run in the store."""
+    return {name.removeprefix("run/"): content for name, (_, content) in list(store.objects.items()) if content}
 
 
-def test_logs_of_a_store_that_does_not_answer_are_written_later(monkeypatch, caplog):
+def test_logs_of_a_store_that_does_not_answer_are_written_later(store, monkeypatch, caplog):
     monkeypatch.setattr(storage, "SYNC_SECONDS", 0.05)
-    workdir = Unreachable()
-    workdir.written["metrics.jsonl"] = b"1\n"
+    workdir, failures = epath.Path("gs://bucket/run"), [OSError("503")]
+    (workdir / "metrics.jsonl").write_text("1\n")
+    write_bytes = type(workdir).write_bytes
+
+    def fail_at_first(path, content):
+        if failures:
+            raise failures.pop()
+        write_bytes(path, content)
+
+    monkeypatch.setattr(type(workdir), "write_bytes", fail_at_first)
     logs = storage.LogDirectory(workdir)
     with logs.fetch("metrics.jsonl").open("a") as file:
         file.write("2\n")
     logs.sync()
-    while workdir.failures or workdir.written["metrics.jsonl"] != b"1\n2\n":
-        time.sleep(0.01)
+    wait_until(lambda: written(store) == {"metrics.jsonl": b"1\n2\n"})
     (logs.path / "tensorboard").mkdir()
     (logs.path / "tensorboard" / "events").write_text("x")
     logs.close()
-    assert workdir.written == {"metrics.jsonl": b"1\n2\n", "tensorboard/events": b"x"}
+    assert written(store) == {"metrics.jsonl": b"1\n2\n", "tensorboard/events": b"x"}
     assert "cannot be written now: 503" in caplog.text
     assert not logs.path.exists()
 
 
-def test_what_is_written_while_a_copy_is_under_way_is_copied_before_the_end(monkeypatch):
-    workdir, under_way, go_on = Unreachable(), threading.Event(), threading.Event()
-    workdir.failures, copy = 0, storage.LogDirectory._copy
+def test_what_is_written_while_a_copy_is_under_way_is_copied_before_the_end(store, monkeypatch):
+    under_way, go_on, copy = threading.Event(), threading.Event(), storage.LogDirectory._copy
 
     def slow_copy(*arguments):
         copy(*arguments)
@@ -137,7 +118,7 @@ def test_what_is_written_while_a_copy_is_under_way_is_copied_before_the_end(monk
         go_on.wait(300)
 
     monkeypatch.setattr(storage.LogDirectory, "_copy", slow_copy)
-    logs = storage.LogDirectory(workdir)
+    logs = storage.LogDirectory(epath.Path("gs://bucket/run"))
     with logs.fetch("metrics.jsonl").open("a") as file:
         print("1", file=file, flush=True)
         logs.sync()
@@ -145,11 +126,10 @@ def test_what_is_written_while_a_copy_is_under_way_is_copied_before_the_end(monk
         print("2", file=file, flush=True)
     closing = threading.Thread(target=logs.close)
     closing.start()
-    while not logs._closing:
-        time.sleep(0.01)
+    wait_until(lambda: logs._closing)
     go_on.set()
     closing.join(300)
-    assert workdir.written == {"metrics.jsonl": b"1\n2\n"}
+    assert written(store) == {"metrics.jsonl": b"1\n2\n"}
 
 
 def test_a_file_is_written_whole_with_its_mode_through_links_and_nothing_else_is_left(tmp_path):
