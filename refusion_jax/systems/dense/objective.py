@@ -1,5 +1,5 @@
-"""Dense slot diffusion: every response token is trained on twice, as the next token of a clean text in which nothing is
-masked, and as the token of a mask.
+"""Dense slot diffusion: response tokens are trained on twice, as the next token of a clean text in which nothing is
+masked, and, where there is a copy for its slot, as the token of a mask.
 
 A row of T places becomes [T clean; M copies]. The clean half is the row itself, with the responses cut into slots, and
 the slots of each document in an order: with probability `text_order` that of the text, otherwise a random one. In text
