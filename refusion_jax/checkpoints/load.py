@@ -34,7 +34,8 @@ from refusion_jax.model.lora import Lora, combine
 from refusion_jax.model.shape import OPTIONAL, ModelConfig
 from refusion_jax.model.transformer import Transformer
 from refusion_jax.systems.api import own_settings
-from refusion_jax.systems.registry import decoders_for, default_decoder, default_system, plain_system, releases
+from refusion_jax.systems.interface import PLAIN
+from refusion_jax.systems.registry import decoders_for, default_decoder, default_system, releases, system_of
 
 # Keys of config.model that say how large it is; `vocab_size` may be more than that of the weights to start from.
 SIZES = (
@@ -291,7 +292,7 @@ def find_objective(path: epath.Path) -> str | None:
         named = huggingface_config.read_config(path, releases()).refusion_jax.objective
         if named or not _lacks_mask(path):
             return named
-        plain = plain_system().name
+        plain = system_of(default_decoder(PLAIN)).name
         line = "%s has no mask token: a plain language model, which nobody has adapted; %s decodes it"
         logging.log_first_n(logging.WARNING, line, 1, path, plain)
         return plain

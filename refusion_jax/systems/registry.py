@@ -137,11 +137,6 @@ def default_system() -> System:
     return next(system for system in systems().values() if system.is_default)
 
 
-def plain_system() -> System:
-    """The system that decodes plain language models."""
-    return next(system for system in systems().values() if PLAIN in system.decodes)
-
-
 def releases() -> dict[str, tuple[Release, ...]]:
     """What the authors of the systems released, by the name of the system."""
     return {name: system.releases for name, system in systems().items()}
@@ -195,9 +190,3 @@ def default_decoder(objective: str) -> str:
         return names[0]
     why = "its models do not decode by themselves" if objective in systems() else "this system is not installed here"
     raise UserError(f"objective={objective}: {why}")
-
-
-def loss_term_names() -> list[str]:
-    """Names of the loss terms of all systems."""
-    objectives = [system.objective(mask_id=0) for system in systems().values() if system.objective]
-    return list(dict.fromkeys(term for objective in objectives for term in objective.coefficients))

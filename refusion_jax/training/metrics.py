@@ -14,7 +14,7 @@ from refusion_jax.cli import command
 from refusion_jax.distributed.append_log import AppendLog, read_log
 from refusion_jax.distributed.chips import peak_flops
 from refusion_jax.distributed.storage import LogDirectory, write_file
-from refusion_jax.systems.registry import loss_term_names
+from refusion_jax.systems.registry import systems
 from refusion_jax.training.loop import Run
 from refusion_jax.training.trackers import Trackers, as_markdown
 from refusion_jax.training.train_step import wide_to_int
@@ -71,7 +71,8 @@ class MetricsWriter:
         now = time.monotonic()
         step_before, tokens_before, before = self._last
         self._last = step, tokens, now
-        record = {"step": step} | {f"loss_{term}": None for term in loss_term_names()}
+        objectives = [system.objective(mask_id=0) for system in systems().values() if system.objective]
+        record = {"step": step} | {f"loss_{term}": None for objective in objectives for term in objective.coefficients}
         record |= {name: _finite(value) for name, value in metrics.items()}
         flops = self._flops_per_step * (step - step_before) / (now - before)
         record |= {
