@@ -1,11 +1,10 @@
-"""CARD: its mask, noise and weights against loops, and the passes of its decoder."""
+"""CARD: its noise and weights against loops, and the passes of its decoder."""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from conftest import MASK, PROMPTS, settings, sharp_model
-from helpers import drawn_matrix
 
 from refusion_jax import decode
 from refusion_jax.batch.rows import Rows
@@ -15,19 +14,11 @@ SEGMENTS = [1] * 12 + [2] * 9 + [0] * 3
 RESPONSE = [0] * 3 + [1] * 9 + [0] + [1] * 8 + [0] * 3
 
 
-def objective() -> card.SoftTail:
-    return card.SoftTail(MASK, tail=1.5, beta=1.0, decay=0.5)
-
-
-corrupt = jax.jit(objective().corrupt)
+corrupt = jax.jit(card.SoftTail(MASK, tail=1.5, beta=1.0, decay=0.5).corrupt)
 
 
 def rows() -> Rows:
     return Rows(jnp.arange(5, 29)[None], jnp.array([SEGMENTS]), jnp.array([RESPONSE]) > 0)
-
-
-def test_the_matrix_of_the_docstring_is_the_mask():
-    assert objective().pattern.dense(6).tolist() == drawn_matrix(card.__doc__, 6)
 
 
 def test_masks_lie_in_the_tail_and_are_as_many_as_drawn():

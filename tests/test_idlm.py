@@ -1,17 +1,12 @@
-"""I-DLM: its mask and labels."""
+"""I-DLM: its labels."""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from conftest import MASK
-from helpers import drawn_matrix
 
 from refusion_jax.batch.rows import Rows
 from refusion_jax.systems import idlm
-
-
-def test_the_matrix_of_the_docstring_is_the_mask():
-    assert idlm.AllMasked(MASK, 2, 0.2).pattern.dense(8).tolist() == drawn_matrix(idlm.__doc__, 8)
 
 
 def test_labels_and_weights_of_a_row_computed_by_hand():

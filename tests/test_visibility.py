@@ -5,9 +5,12 @@ import dataclasses
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from conftest import MASK
+from helpers import drawn_matrix
 
 from refusion_jax.batch import visibility
 from refusion_jax.batch.visibility import BIDIRECTIONAL, CAUSAL, BlockCausal, CausalStreams, Pattern, Visibility
+from refusion_jax.systems import block_diffusion, card, idlm, wedlm
 
 SEGMENTS = jnp.array([[1, 1, 1, 1, 2, 2, 2, 3, 0, 0], [1, 1, 2, 2, 2, 2, 2, 2, 2, 2]])
 
@@ -44,6 +47,19 @@ def test_the_matrices_of_the_docstring_are_what_the_definition_gives():
     packed_causal, two_streams = drawn_matrices()
     assert Visibility.of(CAUSAL, jnp.array([[1, 1, 2, 2, 2]])).mask()[0].tolist() == packed_causal
     assert TwoStreams().dense(8).tolist() == two_streams
+
+
+@pytest.mark.parametrize(
+    ("system", "pattern", "length"),
+    [
+        (block_diffusion, block_diffusion.ComplementaryBlocks(2), 12),
+        (card, card.SoftTail.pattern, 6),
+        (idlm, idlm.AllMasked(MASK, 2, 0.2).pattern, 8),
+        (wedlm, wedlm.ReorderedBlocks(MASK, 2).pattern, 8),
+    ],
+)
+def test_the_matrix_of_a_systems_docstring_is_its_mask(system, pattern, length):
+    assert pattern.dense(length).tolist() == drawn_matrix(system.__doc__, length)
 
 
 @pytest.mark.parametrize("pattern", PATTERNS, ids=repr)

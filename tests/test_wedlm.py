@@ -1,18 +1,13 @@
-"""WeDLM: its mask, a batch computed by hand, and what its window commits."""
+"""WeDLM: a batch computed by hand, and what its window commits."""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from conftest import MASK, PROMPTS, settings, sharp_model
-from helpers import drawn_matrix
 
 from refusion_jax import decode
 from refusion_jax.batch.rows import Rows
 from refusion_jax.systems import wedlm
-
-
-def test_the_matrix_of_the_docstring_is_the_mask():
-    assert wedlm.ReorderedBlocks(MASK, 2).pattern.dense(8).tolist() == drawn_matrix(wedlm.__doc__, 8)
 
 
 def test_blocks_are_reordered_and_weighted_as_by_hand():
