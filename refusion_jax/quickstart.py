@@ -114,8 +114,7 @@ def part_order(decoded: Decoded, index: int, size: int) -> list[int]:
 
 def written_parts(decoded: Decoded, index: int, tokenizer: Tokenizer, size: int) -> list[tuple[int, str]]:
     """(when it was written, from 1; its text) for each part of an answer, in text order."""
-    order = part_order(decoded, index, size)
-    tokens = decoded.tokens[index]
+    order, tokens = part_order(decoded, index, size), decoded.tokens[index]
     return [(1 + order.index(i), tokenizer.decode(tokens[i * size : (i + 1) * size])) for i in sorted(order)]
 
 
@@ -143,17 +142,15 @@ def main() -> None:
         "train_seconds": seconds,
         "parameters": sum(x.size for x in jax.tree.leaves(nnx.state(models[names[0]]))),
     }
+    write_file(workdir / "report.json", json.dumps(figures, indent=2) + "\n")
     decoded, size = measured[names[0]][1], settings[names[0]].unit
     show(figures, problems, decoded, tokenizer, size)
 
     shown = examples(problems, decoded, tokenizer, size) or range(3)  # those that are wrong are shown, too
-    prompts, recordings = tokenizer.encode_prompts([problems[i].query for i in shown]), []
-    for name in names:
-        requests = prepare(prompts, settings[name], models[name].config)
-        recordings.append(play(models[name], requests, tokenizer, name))
+    prompts = tokenizer.encode_prompts([problems[i].query for i in shown])
+    recordings = [play(models[n], prepare(prompts, settings[n], models[n].config), tokenizer, n) for n in names]
     scenes = [(i, [of.scenes[i] for of in recordings]) for i in range(len(shown))]
     write_file(workdir / "decodings.html", page(scenes))
-    write_file(workdir / "report.json", json.dumps(figures, indent=2) + "\n")
 
 
 if __name__ == "__main__":
