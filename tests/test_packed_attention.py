@@ -1,3 +1,4 @@
+import contextlib
 import dataclasses
 import functools
 
@@ -28,15 +29,23 @@ def inputs():
     return q, k, v, jnp.where((jnp.arange(T) >= 240)[None] & (jnp.arange(B) == 0)[:, None], 0, segments)
 
 
-@functools.partial(jax.jit, static_argnums=0)
-def outputs_and_grads(function, q, k, v, segments):
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def outputs_and_grads(attend, see, q, k, v, segments):
+    """Of attend(q, k, v, see(segments)), but for the outputs of padding."""
     weight = jnp.where(segments[..., None, None] > 0, jax.random.normal(jax.random.key(9), q.shape), 0)
-    out, pull = jax.vjp(lambda q, k, v: function(q, k, v, segments), q, k, v)
+    out, pull = jax.vjp(lambda q, k, v: attend(q, k, v, see(segments)), q, k, v)
     return jnp.where(segments[..., None, None] > 0, out, 0), *pull(weight.astype(out.dtype))
 
 
-def definition(q, k, v, segments):
-    return attention(q, k, v, causal(segments).mask())
+def definition(q, k, v, visibility):
+    return attention(q, k, v, visibility.mask())
+
+
+xla, splash = (functools.partial(packed_attention, backend="xla"), functools.partial(splash_attention, interpret=True))
+
+
+def seeing(pattern: Pattern):
+    return functools.partial(Visibility.of, pattern)
 
 
 def assert_close(got, expected):
@@ -44,8 +53,12 @@ def assert_close(got, expected):
         np.testing.assert_allclose(a, b, atol=2e-5 * np.abs(b).max())
 
 
-def emulated(q, k, v, segments):
-    return splash_attention(q, k, v, causal(segments), interpret=True)
+def assert_is_the_definition(attend, see, q, k, v, segments, **mesh: int):
+    """Forward and backward; on a mesh, if one is given."""
+    expected = outputs_and_grads(definition, see, q, k, v, segments)
+    with jax.set_mesh(sharding.make_mesh(mesh)) if mesh else contextlib.nullcontext():
+        got = outputs_and_grads(attend, see, q, k, v, segments)
+    assert_close(got, expected)
 
 
 @pytest.mark.parametrize(("rows", "tiles"), [(2, 3), (9, 1)], ids=["all gradients of a row at once", "many rows"])
@@ -55,33 +68,22 @@ def test_the_tpu_kernel_is_the_definition_forward_and_backward(rows, tiles):
 
     q, k, v, segments = map(longer, inputs())
     segments = jnp.where(segments > 0, segments + 4 * (jnp.arange(128 * tiles) // T)[None], 0)
-    assert_close(*(outputs_and_grads(attend, q, k, v, segments) for attend in (emulated, definition)))
+    assert_is_the_definition(splash, causal, q, k, v, segments)
 
 
 def test_the_tpu_kernel_split_over_rows_heads_and_tokens_is_the_definition():
-    expected = outputs_and_grads(definition, *inputs())
-    mesh = sharding.make_mesh(dict.fromkeys(sharding.MESH_AXES, 1) | {"fsdp": 2, "tensor": 2, "sequence": 2})
-    with jax.set_mesh(mesh):
-        got = outputs_and_grads(lambda *x: splash_attention(*x[:3], causal(x[3]), interpret=True), *inputs())
-    assert_close(got, expected)
+    assert_is_the_definition(splash, causal, *inputs(), fsdp=2, tensor=2, sequence=2)
 
 
 @pytest.mark.parametrize("pattern", [pytest.param(CAUSAL, marks=pytest.mark.slow), TwoStreams(32)], ids=repr)
 def test_the_tpu_kernel_follows_folded_rows(pattern):
     """Two chips a row, of which each has a part from its beginning and one from its end."""
 
-    def folded(q, k, v, segments):
+    def folded(q, k, v, visibility):
         q, k, v = (fold(x, 2) for x in (q, k, v))
-        heads = splash_attention(q, k, v, fold_visibility(Visibility.of(pattern, segments), 2), interpret=True)
-        return unfold(heads, 2)
+        return unfold(splash(q, k, v, fold_visibility(visibility, 2)), 2)
 
-    def plain(q, k, v, segments):
-        return attention(q, k, v, Visibility.of(pattern, segments).mask())
-
-    mesh = sharding.make_mesh(dict.fromkeys(sharding.MESH_AXES, 1) | {"fsdp": 4, "sequence": 2})
-    with jax.set_mesh(mesh):
-        got = outputs_and_grads(folded, *inputs())
-    assert_close(got, outputs_and_grads(plain, *inputs()))
+    assert_is_the_definition(folded, seeing(pattern), *inputs(), fsdp=4, sequence=2)
 
 
 @pytest.mark.parametrize("pattern", [CAUSAL, BIDIRECTIONAL], ids=repr)
@@ -93,13 +95,10 @@ def test_the_tpu_kernel_does_not_touch_tiles_without_a_common_document(pattern):
     segments = 1 + second[..., 0, 0].astype(jnp.int32)
 
     def of_second(first: float, attend):
-        got = outputs_and_grads(attend, *(jnp.where(second, x, first) for x in (q, k, v)), segments)
-        return [jnp.where(second, x, 0) for x in got]
+        fed = (jnp.where(second, x, first) for x in (q, k, v))
+        return [jnp.where(second, x, 0) for x in outputs_and_grads(attend, seeing(pattern), *fed, segments)]
 
-    assert_close(
-        of_second(jnp.nan, lambda q, k, v, s: splash_attention(q, k, v, Visibility.of(pattern, s), interpret=True)),
-        of_second(0, lambda q, k, v, s: attention(q, k, v, Visibility.of(pattern, s).mask())),
-    )
+    assert_close(of_second(jnp.nan, splash), of_second(0, definition))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -111,16 +110,10 @@ class ByChance(Pattern):
         return rng.integers(0, 9, length).astype(np.int32), rng.integers(0, 3, length).astype(np.int32)
 
 
+@pytest.mark.parametrize("attend", [splash, xla], ids=["splash", "xla"])
 @pytest.mark.parametrize("pattern", [BIDIRECTIONAL, TwoStreams(32)], ids=repr)  # causal: above, below
-def test_both_kernels_follow_any_pattern_forward_and_backward(pattern):
-    def see(segments):
-        return Visibility.of(pattern, segments)
-
-    expected = outputs_and_grads(lambda q, k, v, s: attention(q, k, v, see(s).mask()), *inputs())
-    assert_close(
-        outputs_and_grads(lambda q, k, v, s: splash_attention(q, k, v, see(s), interpret=True), *inputs()), expected
-    )
-    assert_close(outputs_and_grads(lambda q, k, v, s: packed_attention(q, k, v, see(s), "xla"), *inputs()), expected)
+def test_both_kernels_follow_any_pattern_forward_and_backward(pattern, attend):
+    assert_is_the_definition(attend, seeing(pattern), *inputs())
 
 
 @pytest.mark.parametrize("backend", ["xla", "splash"])
@@ -128,18 +121,15 @@ def test_visibility_without_a_pattern_is_the_definition_and_never_a_whole_square
     def see(segments):
         return dataclasses.replace(Visibility.of(ByChance(), segments), pattern=None)
 
-    expected = outputs_and_grads(lambda q, k, v, s: attention(q, k, v, see(s).mask()), *inputs())
-    run = functools.partial(outputs_and_grads, lambda q, k, v, s: packed_attention(q, k, v, see(s), backend))
-    assert_close(run(*inputs()), expected)
+    attend = functools.partial(packed_attention, backend=backend)
+    assert_is_the_definition(attend, see, *inputs())
     longer = [jnp.concatenate([x, x[:, :128]], axis=1) for x in inputs()]
-    assert "384,384]" not in str(jax.make_jaxpr(run)(*longer))
+    assert "384,384]" not in str(jax.make_jaxpr(functools.partial(outputs_and_grads, attend, see))(*longer))
 
 
 @pytest.mark.parametrize("length", [100, 200])
 def test_blocks_of_queries_are_the_definition_forward_and_backward(length):
-    short = [x[:, :length] for x in inputs()]
-    got = outputs_and_grads(lambda q, k, v, s: packed_attention(q, k, v, causal(s), "xla"), *short)
-    assert_close(got, outputs_and_grads(definition, *short))
+    assert_is_the_definition(xla, causal, *(x[:, :length] for x in inputs()))
 
 
 @pytest.mark.parametrize(
@@ -150,17 +140,9 @@ def test_blocks_of_queries_are_the_definition_forward_and_backward(length):
 def test_the_gpu_kernel_is_the_definition_forward_and_backward(pattern, backward_tile):
     """Emulated; two query heads of one key head, and documents that begin and end inside of tiles."""
     q, k, v, segments = inputs()
-    q, k, v, segments = q[:1, :, :2, :16], k[:1, :, :1, :16], v[:1, :, :1, :16], segments[:1]
-
-    def see(segments):
-        return Visibility.of(pattern, segments)
-
-    def kernel(q, k, v, segments):
-        return triton_attention(q, k, v, see(segments), backward_tile, interpret=True)
-
-    got = outputs_and_grads(kernel, q, k, v, segments)
-    expected = outputs_and_grads(lambda q, k, v, s: attention(q, k, v, see(s).mask()), q, k, v, segments)
-    assert_close(got, expected)
+    kernel = functools.partial(triton_attention, backward_tile=backward_tile, interpret=True)
+    fed = q[:1, :, :2, :16], k[:1, :, :1, :16], v[:1, :, :1, :16]
+    assert_is_the_definition(kernel, seeing(pattern), *fed, segments[:1])
 
 
 def test_a_gpu_never_holds_a_whole_square():
@@ -169,11 +151,10 @@ def test_a_gpu_never_holds_a_whole_square():
     q, k, v = (x.astype(jnp.bfloat16) for x in (q, k, v))
     gpu = AbstractMesh((), (), abstract_device=AbstractDevice("NVIDIA H100 80GB HBM3", None, "gpu"))
     for backend, holds in (("triton", False), ("xla", True)):
-        run = jax.jit(
-            functools.partial(outputs_and_grads, lambda *x, b=backend: packed_attention(*x[:3], causal(x[3]), b))
-        )
+        attend = functools.partial(packed_attention, backend=backend)
         with jax.sharding.use_abstract_mesh(gpu):
-            lowered = run.trace(q, k, v, segments).lower(lowering_platforms=("cuda",)).as_text()
+            traced = outputs_and_grads.trace(attend, causal, q, k, v, segments)
+            lowered = traced.lower(lowering_platforms=("cuda",)).as_text()
         assert ("256x256x" in lowered or "128x256x" in lowered) == holds
 
 
