@@ -42,6 +42,7 @@ class _Ours:
     objective: str | None = None
     shifted: bool = False
     block_size: int = 0
+    num_tokens: int = 0  # 0: not said
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -124,17 +125,17 @@ def read_model_config(
         ids["eos_token_id"] = tokenizer.end_of_answer(given.eos_token_id)
     if ids["pad_token_id"] == ids["eos_token_id"]:
         ids["pad_token_id"] = -1  # no decoder writes padding, and each has to write EOS
+    ours = given.refusion_jax
     described = {
         "family": given.model_type,
         "rope_theta": theta,
         "rope_scaling": scaling,
         "local_rope": local,
         "query_pre_attn_scalar": given.query_pre_attn_scalar or 0,
-        "num_tokens": max(tokenizer.size, mask + 1) if tokenizer else shape["vocab_size"],
+        "num_tokens": max(tokenizer.size, mask + 1) if tokenizer else ours.num_tokens or shape["vocab_size"],
         "mask_token_id": mask,
     }
-    ours = {name: getattr(given.refusion_jax, name) for name in _OURS}
-    config = to_model_config(file, shape | ids | described | ours)
+    config = to_model_config(file, shape | ids | described | {name: getattr(ours, name) for name in _OURS})
     if given.rotary_dim not in (None, rotated := int(config.head_dim * config.partial_rotary_factor)):
         raise UserError(f"{file}: rotary_dim={given.rotary_dim}, but partial_rotary_factor makes it {rotated}")
     return config
@@ -277,5 +278,5 @@ def describe(c: ModelConfig, dtype: str, objective: str | None = None) -> dict[s
         "rope_scaling": scaling,
         **local,
         **{name: None if token < 0 else token for name, token in token_ids.items()},  # some families have defaults
-        _SECTION: {name: getattr(c, name) for name in _OURS} | ({"objective": objective} if objective else {}),
+        _SECTION: dataclasses.asdict(_Ours(objective, c.shifted, c.block_size, c.num_tokens)),
     }

@@ -1,6 +1,6 @@
 """What the decoders in PyTorch share: prompts in, texts out, and one forward. Exports carry it next to generate.py.
 
-Axes: B rows, T tokens of a prompt, W fed tokens, P tokens in the cache, V vocabulary.
+Axes: B rows, T tokens of a prompt, W fed tokens, P tokens in the cache, V tokens, without padding of the vocabulary.
 """
 
 import torch
@@ -51,6 +51,7 @@ def probabilities(model, cache, tokens, places, visible=None):
     bias = torch.zeros(W, P + W, dtype=model.dtype, device=device).masked_fill(~seen, torch.finfo(model.dtype).min)
     ids, positions = (torch.tensor([x], device=device) for x in (tokens, places))
     out = model(ids, bias[None, None], positions, cache, use_cache=True)  # by place: transformers renames the cache
-    c, p = model.config, out.logits[0].float().softmax(-1)
+    c = model.config
+    p = out.logits[0, :, : c.refusion_jax["num_tokens"]].float().softmax(-1)
     p[:, list({c.mask_token_id, c.pad_token_id} - {None, c.eos_token_id})] = -1
     return p
