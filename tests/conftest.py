@@ -36,6 +36,7 @@ os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.1"
 
 import hypothesis
 import jax
+import jax.numpy as jnp
 import ml_collections
 import pytest
 import shapes  # noqa: F401  from here on shapes are checked in what is imported of ours
@@ -300,24 +301,16 @@ def tiny_config(**changes) -> ModelConfig:
     return ModelConfig(**shape | changes)
 
 
-@functools.partial(jax.jit, static_argnums=0)
-def _forward(graphdef, params, *inputs):
-    return nnx.merge(graphdef, params)(*inputs)
-
-
+@jax.jit
 def forward(model: Transformer, *inputs: jax.Array) -> jax.Array:
     """model(*inputs), compiled once for all models and inputs of the same shapes."""
-    return _forward(*nnx.split(model), *inputs)
+    return model(*inputs)
 
 
-@functools.partial(jax.jit, static_argnums=0)
-def _extend(graphdef, params, *inputs):
-    return nnx.merge(graphdef, params).extend(*inputs)
-
-
+@jax.jit
 def extend(model: Transformer, *inputs: jax.Array | KeyValues) -> tuple[jax.Array, KeyValues]:
     """model.extend(*inputs), compiled."""
-    return _extend(*nnx.split(model), *inputs)
+    return model.extend(*inputs)
 
 
 def tiny_model(seed: int = 0, **changes) -> Transformer:
@@ -328,6 +321,14 @@ def tiny_model(seed: int = 0, **changes) -> Transformer:
 def causal(segment_ids: jax.Array) -> Visibility:
     """Packed rows in which every token sees its own document up to itself."""
     return Visibility.of(CAUSAL, segment_ids)
+
+
+def logits_of(model: Transformer, tokens: jax.Array, positions: jax.Array | None = None) -> jax.Array:
+    """[B, T, V] of rows of tokens that see those before them; without positions they are texts from the beginning."""
+    tokens = jnp.asarray(tokens, jnp.int32)
+    if positions is None:
+        positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
+    return forward(model, tokens, positions, causal(jnp.ones_like(tokens)))
 
 
 PROMPTS = [

@@ -2,7 +2,7 @@
 
 import jax.numpy as jnp
 import pytest
-from conftest import MASK, PAD, PROMPTS, causal, equipped, forward, settings, sharp_models, tiny_model
+from conftest import MASK, PAD, PROMPTS, equipped, logits_of, settings, sharp_models, tiny_model
 from helpers import SHIPPED
 
 from refusion_jax import UserError, decode, load_model
@@ -22,8 +22,7 @@ def test_with_all_weight_it_accepts_just_what_it_would_write_itself():
     model = equipped(sharp_models()[1], "apd")
     out = decode(model, PROMPTS, settings("apd", drafter_weight=0.0))
     for prompt, tokens, forwards in zip(PROMPTS, out.tokens, out.forwards, strict=True):
-        text = jnp.array([prompt + tokens + [0] * (32 - len(prompt + tokens))])
-        logits = forward(model.verifier, text, jnp.arange(32)[None], causal(jnp.ones_like(text)))[0]
+        logits = logits_of(model.verifier, [prompt + tokens + [0] * (32 - len(prompt + tokens))])[0]
         own = logits[:, :30].at[:, jnp.array([PAD, MASK])].set(-jnp.inf).argmax(axis=1)[len(prompt) - 1 :]
         refused = sum(int(a) != b for a, b in zip(own, tokens, strict=False))
         assert refused <= forwards <= len(tokens)  # only a forward pass's first draft can be another

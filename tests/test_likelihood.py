@@ -1,6 +1,5 @@
 """The likelihood of a text is exact: it sums to one, and is what multiplying one token at a time gives."""
 
-import functools
 import itertools
 
 import jax
@@ -8,7 +7,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from conftest import MASK, PROMPTS, sharp_model, tiny_model
-from flax import nnx
 
 from refusion_jax import UserError, log_likelihood
 from refusion_jax.evaluation.likelihood import likelihoods
@@ -19,10 +17,9 @@ from refusion_jax.systems.refusion.likelihood import slot_scoring
 LENGTH = 64
 
 
-@functools.partial(jax.jit, static_argnums=0)
-def _log_probabilities(graphdef, params, tokens, positions, last):
+@jax.jit
+def _log_probabilities(model, tokens, positions, last):
     """[V] after `last` tokens, each of which sees all before it: no packing, no masks, no cache."""
-    model = nnx.merge(graphdef, params)
     c = model.config
     none = jnp.zeros((c.num_hidden_layers, 1, c.num_key_value_heads, 0, c.head_dim))
     causal = jnp.tril(jnp.ones((1, LENGTH, LENGTH), bool))
@@ -32,13 +29,12 @@ def _log_probabilities(graphdef, params, tokens, positions, last):
 
 def step_by_step(model, prompt, continuation, slot_size, order) -> float:
     """One forward per token: the chain rule as it is written in the paper."""
-    split, total = nnx.split(model), 0.0
-    seen = [(token, at) for at, token in enumerate(prompt)]
+    seen, total = [(token, at) for at, token in enumerate(prompt)], 0.0
 
     def read(sequence):
         tokens, positions = np.zeros((2, LENGTH), np.int32)
         tokens[: len(sequence)], positions[: len(sequence)] = zip(*sequence, strict=True)
-        return _log_probabilities(*split, tokens, positions, len(sequence) - 1)
+        return _log_probabilities(model, tokens, positions, len(sequence) - 1)
 
     for slot in order:
         for i in range(slot * slot_size, min((slot + 1) * slot_size, len(continuation))):

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import causal, config_with, forward, tiny_config, tiny_model
+from conftest import config_with, logits_of, tiny_config, tiny_model
 from etils import epath
 from flax import nnx
 
@@ -22,20 +22,19 @@ def test_merged_weights_compute_what_adapters_do(targets):
     lora = Lora(rank=3, alpha=6.0, targets=targets)
     model = tiny_model()
     tokens = jnp.arange(24).reshape(2, 12) % 30
-    inputs = tokens, tokens, causal(tokens)
-    plain = forward(model, *inputs)
+    plain = logits_of(model, tokens)
     add_adapters(model.layers, lora, nnx.Rngs(1))
-    np.testing.assert_array_equal(forward(model, *inputs), plain)  # B is 0
+    np.testing.assert_array_equal(logits_of(model, tokens), plain)  # B is 0
     graphdef, params = nnx.split(model)
     params = nnx.to_pure_dict(params)
     for name in lora.names:
         shape = params["layers"][f"{name}_b"].shape
         params["layers"][f"{name}_b"] = 0.1 * jax.random.normal(jax.random.key(len(name)), shape)
-    adapted = forward(nnx.merge(graphdef, params), *inputs)
+    adapted = logits_of(nnx.merge(graphdef, params), tokens)
     merged = lora.merge(lora.without_adapters(params), lora.split(params)[0])
     assert merged["layers"].keys() == nnx.to_pure_dict(nnx.state(tiny_model()))["layers"].keys()
-    graphdef = nnx.split(tiny_model())[0]
-    np.testing.assert_allclose(forward(nnx.merge(graphdef, merged), *inputs), adapted, atol=1e-5)
+    merged_model = nnx.merge(nnx.graphdef(tiny_model()), merged)
+    np.testing.assert_allclose(logits_of(merged_model, tokens), adapted, atol=1e-5)
     assert not np.allclose(adapted, plain, atol=1e-2)
 
 

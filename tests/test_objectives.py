@@ -1,12 +1,9 @@
-import functools
-
 import jax
 import jax.numpy as jnp
 import ml_collections
 import numpy as np
 import pytest
 from conftest import MASK, causal, forward, tiny_model
-from flax import nnx
 from helpers import loss_terms
 from test_slots import packed
 
@@ -77,17 +74,17 @@ def test_a_batch_of_padding_is_zero_and_leaves_the_gradient_finite():
     assert_finite(prepare(rows_of([])), zero="ar", also_zero="mdm")
 
 
-@functools.partial(jax.jit, static_argnums=0)
-def loss_and_gradient(graph, params, batch: Batch):
-    def loss(params):
-        terms = loss_terms(nnx.merge(graph, params)(batch.inputs, batch.positions, batch.visibility), batch)
+@jax.jit
+def loss_and_gradient(model, batch: Batch):
+    def loss(model):
+        terms = loss_terms(model(batch.inputs, batch.positions, batch.visibility), batch)
         return sum(terms.values()), terms
 
-    return jax.value_and_grad(loss, has_aux=True)(params)
+    return jax.value_and_grad(loss, has_aux=True)(model)
 
 
 def assert_finite(batch: Batch, zero: str, also_zero: str = ""):
-    (_, terms), grads = loss_and_gradient(*nnx.split(tiny_model()), batch)
+    (_, terms), grads = loss_and_gradient(tiny_model(), batch)
     for name, term in terms.items():
         assert (term == 0) == (name in (zero, also_zero))
     assert all(np.isfinite(g).all() for g in jax.tree.leaves((terms, grads)))

@@ -1,10 +1,9 @@
 """Models with their layers apart and transposed, as one CPU decodes them, compute what the models themselves do."""
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import PROMPTS, causal, forward, settings, sharp_model, tiny_model
+from conftest import PROMPTS, logits_of, settings, sharp_model, tiny_model
 from flax import nnx
 
 from refusion_jax import decode
@@ -29,8 +28,7 @@ def test_logits_are_the_same(weights, tokens, rank):
     layers = twin.layers if weights == "int8" else twin.layers[0]
     assert layers.down_proj.shape[1:] == model.layers.down_proj.shape[:0:-1]
     x = jax.random.randint(jax.random.key(0), (1, tokens), 0, 29)
-    inputs = x, jnp.arange(tokens)[None], causal(jnp.ones_like(x))
-    expected, got = (forward(each.rounded(weights), *inputs) for each in (model, twin))
+    expected, got = (logits_of(each.rounded(weights), x) for each in (model, twin))
     np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-5)
 
 

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import BOS, EOS, MASK, PAD, PROMPTS, causal, forward, settings, sharp_model, tiny_model
+from conftest import BOS, EOS, MASK, PAD, PROMPTS, logits_of, settings, sharp_model, tiny_model
 
 from refusion_jax import DecodeSettings, Request, decode
 from refusion_jax.decoding.sampling import sample
@@ -23,8 +23,7 @@ def test_mask_padding_and_ids_without_meaning_are_never_chosen(method, temperatu
     banned = [MASK, PAD, 30, 31]  # the last two are padding rows of the vocabulary
     favoured = model.lm_head[...][jnp.array([7, 9, 11, 13])]
     model.lm_head[...] = model.lm_head[...].at[jnp.array(banned)].set(3 * favoured)
-    logits = forward(model, jnp.array(PROMPTS[:1]), jnp.arange(4)[None], causal(jnp.ones((1, 4), int)))
-    assert np.isin(jnp.argmax(logits, axis=-1), banned).any(), "the model does not even want them"
+    assert np.isin(logits_of(model, PROMPTS[:1]).argmax(axis=-1), banned).any(), "the model does not even want them"
     out = decode(model, PROMPTS, settings(method, temperature=temperature))
     assert not {token for tokens in out.commit_tokens for token in tokens} & set(banned)
 
@@ -69,7 +68,7 @@ def test_a_place_that_is_proposed_again_is_drawn_anew(method):
     model = tiny_model(3)
     same = model.embed_tokens
     same[...] = jnp.broadcast_to(same[...][:1], same.shape)
-    logits = forward(model, jnp.array(PROMPTS[:1]), jnp.arange(4)[None], causal(jnp.ones((1, 4), int)))[0, 0]
+    logits = logits_of(model, PROMPTS[:1])[0, 0]
     expected = np.array(jax.nn.softmax(logits / 0.2).at[jnp.array([PAD, EOS, MASK, 30, 31])].set(0))
     expected /= expected.sum()
 
