@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from conftest import tiny_config
+from conftest import tiny_model
 from etils import epath
 from flax import nnx
 
@@ -27,7 +27,7 @@ from refusion_jax.checkpoints.manager import Checkpoints
 from refusion_jax.checkpoints.weights import open_params, restore_params, save_params, stored_dtype
 from refusion_jax.cli.errors import Failure
 from refusion_jax.distributed import sharding
-from refusion_jax.model.transformer import Transformer, logical_axes
+from refusion_jax.model.transformer import logical_axes
 from refusion_jax.training.train_step import Guard, init_state, state_shardings
 
 OPTIMIZER = optax.adamw(1e-3)
@@ -36,8 +36,8 @@ OPTIMIZER = optax.adamw(1e-3)
 @functools.cache
 def make_state(seed: int, devices: int = 1, **mesh):
     """A train state on a mesh; moments that differ from zero."""
-    mesh = sharding.make_mesh(dict.fromkeys(sharding.MESH_AXES, 1) | mesh, jax.devices()[:devices])
-    model = Transformer(tiny_config(), nnx.Rngs(seed))
+    mesh = sharding.make_mesh(mesh, jax.devices()[:devices])
+    model = tiny_model(seed)
     params = nnx.to_pure_dict(nnx.state(model))
     state = init_state(params, OPTIMIZER)
     _, opt_state = OPTIMIZER.update(params, state.opt_state, params)

@@ -73,7 +73,7 @@ def test_rounded_keys_and_values_are_seen_alike_in_whichever_forward():
     positions = jnp.broadcast_to(jnp.arange(8), (2, 8))
     below = jnp.broadcast_to(jnp.tril(jnp.ones((8, 8), bool)), (2, 8, 8))
 
-    @functools.partial(nnx.jit, static_argnums=1)
+    @functools.partial(jax.jit, static_argnums=1)
     def logits(model, cuts=()):
         cache, parts = kv.Cache.empty(model, 2, 16), []
         for begin, end in zip((0, *cuts), (*cuts, 8), strict=True):

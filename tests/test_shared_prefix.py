@@ -1,7 +1,6 @@
 """What all prompts of a call begin with is prefilled once: the same answers, and nothing computed again."""
 
 import dataclasses
-import functools
 import random
 
 import jax
@@ -9,7 +8,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from conftest import BOS, PROMPTS, all_but, equipped, settings, sharp_model, tiny_model
-from flax import nnx
 
 from refusion_jax import Request, decode
 from refusion_jax.decoding import cache as kv
@@ -27,13 +25,9 @@ def given_of(model, prompts, capacity=128) -> Given:
     return jax.tree.map(jnp.asarray, Given.of(prepare(prompts, settings("ar"), model.config), capacity))
 
 
-@functools.partial(jax.jit, static_argnums=0)
-def _prefilled(graphdef, params, given) -> KeyValues:
-    return kv.prefill(nnx.merge(graphdef, params), given, chunk_length=32).entries
-
-
+@jax.jit
 def prefilled(model, given) -> KeyValues:
-    return _prefilled(*nnx.split(model), given)
+    return kv.prefill(model, given, chunk_length=32).entries
 
 
 @pytest.mark.parametrize("cache", ["same", "int8"])
