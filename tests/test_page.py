@@ -1,48 +1,25 @@
 """The page of the server, and the events that show it slots as they fill."""
 
-import asyncio
 import json
 import re
-import threading
 
 import httpx
 import pytest
-import uvicorn
+from conftest import serving
 from helpers import Bytes, check_page
 
-import refusion_jax
-from refusion_jax import DecodeSettings, load_model, load_tokenizer
 from refusion_jax.decoding.prompts import spelled
-from refusion_jax.serving.access import Access
-from refusion_jax.serving.address import listen
-from refusion_jax.serving.app import make_app
-from refusion_jax.serving.engine import Engine
-from refusion_jax.serving.service import Service
 
-SETTINGS = {"slot_size": 4, "serial_blocks": 2, "infill": "exact", "slot_threshold": 0.05}
+SETTINGS = {"slot_size": 4, "serial_blocks": 2, "infill": "exact", "slot_threshold": 0.05, "batch_size": 2}
 CHAT = {"messages": [{"role": "user", "content": "Sort 7 3 9 1."}], "max_tokens": 32, "stream": True}
 
 
 @pytest.fixture(scope="module")
 def address(trained_run):
-    """A server in a thread of this process, which has a key."""
-    settings = DecodeSettings("refusion", **SETTINGS, max_new_tokens=32, cache_length=64)
-    model = load_model(trained_run)
-    engine = Engine(model, settings, rows=2)
-    app = make_app(
-        Service("tiny", model, load_tokenizer(trained_run), engine, seed=5),
-        Access(["secret"], hosts=["127.0.0.1"]),
-        refusion_jax.__version__,
-    )
-    engine.start()
-    with listen("127.0.0.1", 0) as listening:
-        server = uvicorn.Server(uvicorn.Config(app, lifespan="off", log_level="warning"))
-        thread = threading.Thread(target=lambda: asyncio.run(server.serve([listening])))
-        thread.start()
-        yield "http://{}:{}".format(*listening.getsockname())
-        server.should_exit = True
-        thread.join()
-    engine.close()
+    """A server that has a key."""
+    flags = [f"--decode.{name}={value}" for name, value in SETTINGS.items()]
+    with serving(f"--checkpoint={trained_run}", "--api_key=secret", "--seed=5", *flags) as address:
+        yield address
 
 
 def streamed(address, path, **body):
