@@ -11,7 +11,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 import pytest
 import tokenizers
-from conftest import TINY_RUN, causal, config_with, forward, run, tiny_model
+from conftest import TINY_RUN, config_with, logits_of, run, tiny_model
 from flax import nnx
 from helpers import write_lines, write_tokenizer
 
@@ -170,8 +170,7 @@ def test_adapters_go_to_peft_and_come_back(source, tmp_path):
     tokens = np.random.default_rng(0).integers(5, 300, (2, 17))
     with torch.no_grad():
         expected = theirs(torch.tensor(tokens)).logits.numpy()
-    positions = np.broadcast_to(np.arange(17), (2, 17))
-    got = forward(load_model(tmp_path / "run"), tokens, positions, causal(np.ones((2, 17), np.int32)))
+    got = logits_of(load_model(tmp_path / "run"), tokens)
     rows = expected.shape[2]
     np.testing.assert_allclose(got[..., :rows], expected, rtol=1e-4, atol=1e-4 * np.abs(expected).max())
     theirs.save_pretrained(tmp_path / "theirs")

@@ -107,16 +107,14 @@ def lower_forward(rows: int, tokens: int) -> jax.stages.Lowered:
     mesh = sharding.make_mesh({}, tpu_devices("v5e:2x2", 1)[:1])
     config = ModelConfig(1024, 512, LAYERS, 4, 1, HEAD, 1024, 1e4, 1e-6, True, 4096, 1000, 0, 1, 2, 3)
     model = nnx.eval_shape(lambda: Transformer(config, nnx.Rngs(0), "bfloat16"))
-    graphdef, params = nnx.split(model)
 
     def inputs():
         fed = jnp.zeros((rows, tokens), jnp.int32)
         return fed, fed, model.empty_cache(rows, KEYS), fed[:, 0], jnp.ones((rows, tokens, tokens), bool)
 
-    arguments = sharding.placed((params, *jax.eval_shape(inputs)), sharding.sharding(mesh))
+    arguments = sharding.placed((model, *jax.eval_shape(inputs)), sharding.sharding(mesh))
     with jax.set_mesh(mesh):
-        forward = jax.jit(lambda params, *fed: nnx.merge(graphdef, params).extend_hidden(*fed))
-        return forward.lower(*arguments)
+        return jax.jit(Transformer.extend_hidden).lower(*arguments)
 
 
 def test_attention_over_a_part_of_the_cache_reads_no_more_than_this_part():
