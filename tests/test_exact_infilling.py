@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import BOS, EOS, MASK, PAD, PROMPTS, all_but, causal, forward, settings, sharp_models, tiny_model
+from conftest import BOS, EOS, MASK, PAD, PROMPTS, all_but, logits_of, settings, sharp_models, tiny_model
 
 from refusion_jax import DecodeSettings, UserError, decode
 from refusion_jax.decoding.requests import Request, prepare
@@ -61,7 +61,7 @@ def test_every_token_but_a_slots_first_is_the_best_after_the_one_before_it(slot_
             given, at = request.given
             n, m = len(given), len(out.commit_order[i])
             tokens[i, : n + m], places[i, : n + m] = given + out.commit_tokens[i], at + out.commit_order[i]
-        logits = np.array(forward(model, jnp.asarray(tokens), jnp.asarray(places), causal(jnp.ones_like(tokens))))
+        logits = np.array(logits_of(model, tokens, places))
         logits[:, :, [MASK, PAD, 30, 31]] = -np.inf  # the last two are padding rows of the vocabulary
         for i, request in enumerate(requests):
             n, m = len(request.given[0]), len(out.commit_order[i])
@@ -93,9 +93,8 @@ def test_drawn_answers_are_distributed_as_one_token_after_the_other():
 
     def two_best(sequences, at):
         """(ids, probabilities) [n, 2] at one place of each sequence."""
-        rows = jnp.array([row + [PAD] * (10 - len(row)) for row in sequences] + [[PAD] * 10] * (32 - len(sequences)))
-        places = jnp.broadcast_to(jnp.arange(10), rows.shape)
-        logits = forward(model, rows, places, causal(jnp.ones_like(rows)))[:, at]
+        rows = [row + [PAD] * (10 - len(row)) for row in sequences] + [[PAD] * 10] * (32 - len(sequences))
+        logits = logits_of(model, rows)[:, at]
         values, ids = jax.lax.top_k(logits.at[:, jnp.array([MASK, PAD, 30, 31])].set(-jnp.inf), 2)
         return np.asarray(ids)[: len(sequences)], np.asarray(jax.nn.softmax(values))[: len(sequences)]
 
@@ -119,19 +118,24 @@ def test_drawn_answers_are_distributed_as_one_token_after_the_other():
     assert statistic < 120
 
 
+SPECULATIVE = [
+    ("refusion", {"infill": "exact", "infill_blend": 0.3}),
+    ("refusion", {"infill": "threshold", "top_p": 0.9, "top_k": 10}),
+    ("dense_plan", {"slot": 0.3, "order": "left_to_right"}),
+]
+
+
 @pytest.mark.usefixtures("two_shapes")
-@pytest.mark.parametrize("infill", all_but(["exact"], ["exact", "threshold"]))
-def test_neither_the_budget_nor_the_batch_changes_an_answer(infill):
-    """Greedy or drawn; each prompt twice in one queue of four rows, so among others each time."""
-    own = {"infill_blend": 0.3} if infill == "exact" else {"top_p": 0.9, "top_k": 10}
-    jobs = [(budget, i) for budget in ("1000", "0") for i in range(len(PROMPTS))]
+@pytest.mark.parametrize(("method", "own"), all_but(SPECULATIVE[:1], SPECULATIVE))
+def test_neither_the_budget_nor_the_batch_changes_an_answer(method, own):
+    """Greedy or drawn; each request twice in one queue of four rows, so among others each time."""
+    asked = [*map(Request, PROMPTS), Request([BOS, 5], ([7, 8], 5, [9], 6))]
+    ahead, plain = slice(len(asked)), slice(len(asked), None)
     for temperature in (0.0, 1.0):
-        s = settings(infill=infill, temperature=temperature, blocks=2, batch_size=4, **own)
-        requests = [
-            Request(PROMPTS[i], settings=dataclasses.replace(s, speculate=budget), noise=i) for budget, i in jobs
-        ]
+        s = settings(method, temperature=temperature, blocks=2, batch_size=4, **own)
+        both = [dataclasses.replace(s, speculate=budget) for budget in ("1000", "0")]
+        requests = [dataclasses.replace(x, settings=one, noise=i) for one in both for i, x in enumerate(asked)]
         out = decode(sharp_models()[0], requests, s)
-        ahead, plain = slice(len(PROMPTS)), slice(len(PROMPTS), None)
         for name in ("tokens", "commit_order", "rounds"):
             assert getattr(out, name)[ahead] == getattr(out, name)[plain]
         assert sum(out.forwards[ahead]) < sum(out.forwards[plain])
