@@ -1,5 +1,7 @@
 """What several test files need, besides the fixtures and tiny models of conftest.py."""
 
+import contextlib
+import http.server
 import importlib.util
 import json
 import os
@@ -9,8 +11,9 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import jax
@@ -98,6 +101,30 @@ def free_port() -> int:
     """A port that nobody listens at."""
     with socket.create_server(("", 0)) as server:
         return server.getsockname()[1]
+
+
+@contextlib.contextmanager
+def http_server(answer: Callable[..., tuple[int, bytes]]) -> Iterator[str]:
+    """The address of a server on this machine that answers (path, headers, body) by (status, content)."""
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def handle_all(self):
+            body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
+            status, content = answer(self.path, self.headers, body)
+            self.send_response(status)
+            self.send_header("Content-Length", str(len(content)))
+            self.end_headers()
+            self.wfile.write(content)
+
+        do_GET = do_POST = handle_all  # noqa: N815
+
+        def log_message(self, *_):
+            pass
+
+    with http.server.ThreadingHTTPServer(("localhost", 0), Handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://localhost:{server.server_port}"
+        server.shutdown()
 
 
 def write_lines(path: Path, lines: list) -> Path:

@@ -2,17 +2,17 @@
 
 import bz2
 import gzip
-import http.server
 import json
+import os
 import re
 import subprocess
 import sys
-import threading
 from urllib.parse import urlsplit
 
 import pyarrow
 import pytest
 from conftest import ROOT
+from helpers import http_server
 from test_prepare import contents, documents, make, tokenizer_file, write_pairs  # noqa: F401  a fixture
 
 from refusion_jax import UserError
@@ -122,58 +122,42 @@ def test_texts_of_web_archives_are_read_with_their_urls(tmp_path):
     assert none.reason == "a record of no WARC-Type that is known"
 
 
-class Hub(http.server.BaseHTTPRequestHandler):
+FILES = {"README.md": b"# about", "data/a.jsonl": b'{"text": "one two"}\n' * 3, "b.jsonl": b'{"text": "three"}\n'}
+COMMIT = "a" * 40
+
+
+def hub(path, *_):
     """As much of the Hugging Face Hub as lists and reads the files of one data set."""
-
-    files = {"README.md": b"# about", "data/a.jsonl": b'{"text": "one two"}\n' * 3, "b.jsonl": b'{"text": "three"}\n'}
-    commit = "a" * 40
-
-    def log_message(self, *_):
-        pass
-
-    def do_GET(self):  # noqa: N802
-        path = urlsplit(self.path).path
-        if path in ("/api/datasets/o/n/revision/v1", f"/api/datasets/o/n/revision/{self.commit}"):
-            self.reply(json.dumps({"id": "o/n", "sha": self.commit, "siblings": []}).encode())
-        elif found := re.fullmatch(rf"/api/datasets/o/n/tree/{self.commit}(?:/(.*))?", path):
-            inside = [name for name in self.files if name.startswith(found[1] or "")]
-            deep = {name.split("/")[0] for name in inside if "/" in name and not found[1]}
-            entries = [{"type": "directory", "path": name, "size": 0, "oid": "0" * 40} for name in deep]
-            here = [name for name in inside if found[1] or "/" not in name]
-            entries += [{"type": "file", "path": n, "size": len(self.files[n]), "oid": "0" * 40} for n in here]
-            self.reply(json.dumps(entries).encode())
-        elif found := re.fullmatch(rf"/datasets/o/n/resolve/{self.commit}/(.*)", path):
-            self.reply(self.files[found[1]])
-        else:
-            self.reply(b"{}", 404)
-
-    def reply(self, body, code=200):
-        self.send_response(code)
-        for name, value in (("Content-Length", len(body)), ("Content-Type", "application/json")):
-            self.send_header(name, str(value))
-        self.end_headers()
-        self.wfile.write(body)
+    path = urlsplit(path).path
+    if path in ("/api/datasets/o/n/revision/v1", f"/api/datasets/o/n/revision/{COMMIT}"):
+        return 200, json.dumps({"id": "o/n", "sha": COMMIT, "siblings": []}).encode()
+    if found := re.fullmatch(rf"/api/datasets/o/n/tree/{COMMIT}(?:/(.*))?", path):
+        inside = [name for name in FILES if name.startswith(found[1] or "")]
+        deep = {name.split("/")[0] for name in inside if "/" in name and not found[1]}
+        entries = [{"type": "directory", "path": name, "size": 0, "oid": "0" * 40} for name in deep]
+        here = [name for name in inside if found[1] or "/" not in name]
+        entries += [{"type": "file", "path": n, "size": len(FILES[n]), "oid": "0" * 40} for n in here]
+        return 200, json.dumps(entries).encode()
+    if found := re.fullmatch(rf"/datasets/o/n/resolve/{COMMIT}/(.*)", path):
+        return 200, FILES[found[1]]
+    return 404, b"{}"
 
 
-def test_a_data_set_of_the_hub_is_read_at_the_commit_of_its_revision(tmp_path, monkeypatch, tokenizer_file):  # noqa: F811
-    server = http.server.ThreadingHTTPServer(("localhost", 0), Hub)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    monkeypatch.setenv("HF_ENDPOINT", f"http://localhost:{server.server_port}")
-    monkeypatch.setenv("HF_HUB_OFFLINE", "0")  # which other tests have set
+def test_a_data_set_of_the_hub_is_read_at_the_commit_of_its_revision(tmp_path, tokenizer_file):  # noqa: F811
     line = [sys.executable, "-m", "refusion_jax.prepare"]  # no fork: huggingface_hub reads both as it is imported
     line += [f"--tokenizer={tokenizer_file}", "--workers=1", "--input=hf://datasets/o/n@v1", f"--output={tmp_path}/out"]
-    done = subprocess.run(line, cwd=ROOT, capture_output=True, text=True)
+    with http_server(hub) as address:
+        env = os.environ | {"HF_ENDPOINT": address, "HF_HUB_OFFLINE": "0"}  # which other tests have set
+        done = subprocess.run(line, cwd=ROOT, env=env, capture_output=True, text=True)
+        line[-2:] = ["--input=hf://datasets/o/other", f"--output={tmp_path}/none"]
+        other = subprocess.run(line, cwd=ROOT, env=env, capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (0, "")
     assert "4 documents" in done.stdout
     manifest = json.loads((tmp_path / "out" / "manifest.json").read_text())
-    assert f"--input=hf://datasets/o/n@{Hub.commit} " in manifest["command"]
-    assert list(manifest["sources"]) == [f"hf://datasets/o/n@{Hub.commit}"]
-    line[-2:] = ["--input=hf://datasets/o/other", f"--output={tmp_path}/none"]
-    done = subprocess.run(line, cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 2
-    assert done.stderr.startswith("error: --input=hf://datasets/o/other: ")
+    assert f"--input=hf://datasets/o/n@{COMMIT} " in manifest["command"]
+    assert list(manifest["sources"]) == [f"hf://datasets/o/n@{COMMIT}"]
+    assert other.returncode == 2
+    assert other.stderr.startswith("error: --input=hf://datasets/o/other: ")
     for name in ("gsm8k", "o/", "@v1"):
         with pytest.raises(UserError, match=f"--input=hf://datasets/{name}: "):
             pinned(f"hf://datasets/{name}")
-    server.shutdown()
-    server.server_close()

@@ -1,16 +1,16 @@
 """Preemption, by real signals and by a metadata server as Google's machines have one."""
 
 import collections
-import http.server
 import re
 import signal
 import socket
 import threading
+import types
 from pathlib import Path
 
 import pytest
 from conftest import ROOT, TINY_RUN, run, start
-from helpers import computed, wait_for_steps, wait_until
+from helpers import computed, http_server, wait_for_steps, wait_until
 
 from refusion_jax.checkpoints.directory import saved_steps
 from refusion_jax.distributed import preemption
@@ -75,25 +75,15 @@ def metadata_server():
     """Answers that can be changed while it runs, and how often each was given."""
     answers, given = {"maintenance-event": "NONE", "preempted": "FALSE"}, collections.Counter()
 
-    class Handler(http.server.BaseHTTPRequestHandler):
-        def do_GET(self):  # noqa: N802
-            assert self.headers["Metadata-Flavor"] == "Google"
-            assert self.path.startswith("/computeMetadata/v1/instance/")
-            self.send_response(200)
-            self.end_headers()
-            name = self.path.rsplit("/", 1)[1]
-            self.wfile.write(answers[name].encode())
-            given[name] += 1
+    def answer(path, headers, _):
+        assert headers["Metadata-Flavor"] == "Google"
+        assert path.startswith("/computeMetadata/v1/instance/")
+        name = path.rsplit("/", 1)[1]
+        given[name] += 1
+        return 200, answers[name].encode()
 
-        def log_message(self, *_):
-            pass
-
-    server = http.server.ThreadingHTTPServer(("localhost", 0), Handler)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    server.answers, server.given = answers, given
-    yield server
-    server.shutdown()
-    server.server_close()
+    with http_server(answer) as address:
+        yield types.SimpleNamespace(answers=answers, given=given, address=address.removeprefix("http://"))
 
 
 TERMINATE = "TERMINATE_ON_HOST_MAINTENANCE"
@@ -112,8 +102,7 @@ def test_a_notice_becomes_sigterm(metadata_server, monkeypatch, before, notice):
     monkeypatch.setattr(preemption, "POLL_SECONDS", 0.05)
     monkeypatch.setattr(preemption.os, "kill", lambda pid, number: heard.append(number))
     metadata_server.answers["maintenance-event"] = before
-    address = f"localhost:{metadata_server.server_port}"
-    watcher = threading.Thread(target=preemption.watch_maintenance, args=(address,), daemon=True)
+    watcher = threading.Thread(target=preemption.watch_maintenance, args=(metadata_server.address,), daemon=True)
     watcher.start()
     wait_until(lambda: min(metadata_server.given[name] for name in metadata_server.answers) >= 3)
     assert not heard
@@ -124,7 +113,7 @@ def test_a_notice_becomes_sigterm(metadata_server, monkeypatch, before, notice):
 
 @pytest.mark.thorough
 def test_a_run_on_google_s_machines_can_be_profiled_and_leaves_on_a_notice(metadata_server, tmp_path, monkeypatch):
-    monkeypatch.setenv("GCE_METADATA_HOST", f"localhost:{metadata_server.server_port}")
+    monkeypatch.setenv("GCE_METADATA_HOST", metadata_server.address)
     with socket.create_server(("localhost", 0)) as free:
         port = free.getsockname()[1]
     flags = ["--config.steps=100000", "--config.log_every=10", f"--profiler_port={port}"]

@@ -1,15 +1,14 @@
 """`bench serve`: a real server under a small load."""
 
-import http.server
 import itertools
 import json
 import os
-import threading
 import time
 import types
 
 import pytest
 from conftest import run
+from helpers import http_server
 
 from refusion_jax.benchmarks import _soak
 
@@ -43,32 +42,19 @@ def test_clients_of_all_kinds_tell_wrong_answers_from_right_ones(monkeypatch):
     clock = types.SimpleNamespace(monotonic=lambda: next(ticks) / 100, sleep=time.sleep)  # 120 requests, at any speed
     monkeypatch.setattr(_soak, "time", clock)
 
-    class Server(http.server.BaseHTTPRequestHandler):
-        def do_GET(self):
-            self.answer(200, b"{}")
+    def answer(path, _, body):
+        if path != "/v1/completions":
+            return 200, b"{}"
+        asked.append(body)
+        if len(body) > 1000 or not body.startswith(b'{"prompt": "Is'):
+            return 400, b"{}"
+        text = "other" if len(asked) % 5 == 4 else "same"
+        said = json.dumps({"choices": [{"text": text}], "usage": {"completion_tokens": 1}}).encode()
+        return 200, b"data: " + said + b"\n\ndata: [DONE]\n\n" if b'"stream": true' in body else said
 
-        def do_POST(self):
-            raw = self.rfile.read(int(self.headers["Content-Length"]))
-            asked.append(raw)
-            if len(raw) > 1000 or not raw.startswith(b'{"prompt": "Is'):
-                return self.answer(400, b"{}")
-            text = "other" if len(asked) % 5 == 4 else "same"
-            said = json.dumps({"choices": [{"text": text}], "usage": {"completion_tokens": 1}}).encode()
-            self.answer(200, b"data: " + said + b"\n\ndata: [DONE]\n\n" if b'"stream": true' in raw else said)
-
-        def answer(self, status, content):
-            self.send_response(status)
-            self.send_header("Content-Length", str(len(content)))
-            self.end_headers()
-            self.wfile.write(content)
-
-        def log_message(self, *how):
-            pass
-
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Server) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        record = _soak.soak(server.server_address, os.getpid(), 3, 0.02, [{"prompt": f"Is {i}?"} for i in range(3)])
-        server.shutdown()
+    with http_server(answer) as address:
+        host, port = address.removeprefix("http://").split(":")
+        record = _soak.soak((host, int(port)), os.getpid(), 3, 0.02, [{"prompt": f"Is {i}?"} for i in range(3)])
     seen = record["seen"]
     assert set(seen) <= {"whole", "stream", "hang up", "malformed", "large", "wrong: whole 200", "wrong: stream 200"}
     assert seen["whole"] > seen["wrong: whole 200"] > 0
