@@ -128,6 +128,16 @@ def test_answers_of_all_parts_stay_where_their_file_cannot_be_written(trained_ru
     assert sorted(p.name for p in tmp_path.iterdir()) == ["in.jsonl", "out.jsonl"]
 
 
+@pytest.mark.thorough
+def test_programs_that_cannot_be_kept_for_the_next_call_are_not_told_of(trained_run, tmp_path, full_disk, monkeypatch):
+    monkeypatch.delenv("JAX_COMPILATION_CACHE_DIR")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    full_disk(1024)
+    _, err = run("generate", f"--checkpoint={trained_run}", "--prompt=Sort 3 1.", "--decode.max_new_tokens=8")
+    assert err == ""
+    assert (tmp_path / "refusion_jax").is_dir()
+
+
 def test_a_reader_that_has_enough_ends_it_quietly(many):
     process = start("generate", *many)
     assert json.loads(process.stdout.readline())["id"] == "n0"

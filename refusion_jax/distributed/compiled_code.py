@@ -7,6 +7,7 @@ import grp
 import os
 import pwd
 import stat
+import warnings
 from pathlib import Path
 
 import jax
@@ -40,6 +41,8 @@ def keep_for_user(asked: str | None) -> None:
 
     `asked` is that directory, or "off"; None: one in the user's cache directory, if it can be used.
     """
+    # On a full disk JAX warns of every program that it cannot keep; the next call compiles it again.
+    warnings.filterwarnings("ignore", "Error writing persistent compilation cache entry")
     if asked == "off" or jax.config.jax_compilation_cache_dir:  # JAX's own setting goes first
         return
     home = Path(os.environ.get("XDG_CACHE_HOME", ""))
