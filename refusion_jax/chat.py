@@ -106,6 +106,7 @@ class Chat:
             if len(ids) <= room or first == len(self._turns):
                 break
             first += 2
+        self._engine.check_prompt(ids, "the turn", self._settings.new_tokens)
         asked = Request(ids, settings=self._settings, noise=len(self._turns) // 2, name="the turn")
         request = self._engine.check(asked)
         if self._tokenizer.has_chat_template and first > self._first:

@@ -19,7 +19,7 @@ def test_a_template_may_use_what_transformers_offers_but_the_date():
     assert ChatTemplate(source, "here").render(m={"a<b>&'\u00e9": 1}) == '{"a<b>&\'\u00e9": 1}False'
     marked = "{% generation %}{{ m }}{% set x = 1 %}{% endgeneration %}, {{ strftime_now('%d %B %Y') }}"
     assert ChatTemplate(marked, "here").render(m="b") == "b, 01 July 2025"  # SmolLM3's insists on a date
-    with pytest.raises(UserError, match="here: the chat template fails: no system turns"):
+    with pytest.raises(UserError, match="^the chat template fails: no system turns"):
         ChatTemplate("{{ raise_exception('no system turns') }}", "here").render()
 
 
@@ -28,9 +28,9 @@ def test_a_template_may_use_what_transformers_offers_but_the_date():
     [
         ("{% for", "here: the chat template cannot be read: "),
         ("{% break %}", "here: the chat template cannot be read: 'break' outside loop"),
-        ("{{ messages.__class__.__mro__ }}", "here: the chat template fails: access to attribute"),
-        ("{{ nobody.knows }}", "here: the chat template fails: 'nobody' is undefined"),
-        ("{{ messages + 1 }}", "here: the chat template fails: "),
+        ("{{ messages.__class__.__mro__ }}", "^the chat template fails: access to attribute"),
+        ("{{ nobody.knows }}", "^the chat template fails: 'nobody' is undefined"),
+        ("{{ messages + 1 }}", "^the chat template fails: "),
     ],
 )
 def test_a_template_that_fails_or_reaches_out_is_one_line(source, said):

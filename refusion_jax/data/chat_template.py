@@ -27,7 +27,6 @@ class ChatTemplate:
 
     def __init__(self, source: str, origin: str):
         """Compiles it; UserError where it is no template."""
-        self._origin = origin
         environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
         )
@@ -45,7 +44,7 @@ class ChatTemplate:
         try:
             return self._template.render(**variables)
         except Exception as error:  # noqa: BLE001  a program may raise anything
-            raise UserError(f"{self._origin}: the chat template fails: {first_line(error)}") from error
+            raise UserError(f"the chat template fails: {first_line(error)}") from error
 
 
 def _refuse(message: object) -> NoReturn:

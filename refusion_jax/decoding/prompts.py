@@ -81,7 +81,8 @@ def encode_prompt(text: str | None, tokenizer: Tokenizer | None, where: str, may
         return []  # a template of ids needs no tokenizer
     _need(tokenizer, where)
     check_characters(text or "", where)
-    return tokenizer.encode_prompts([text])[0]
+    with naming(where):
+        return tokenizer.encode_prompts([text])[0]
 
 
 def check_characters(text: str, where: str) -> None:
