@@ -146,8 +146,9 @@ def test_transformers_decodes_an_export_as_its_system_does(system, tmp_path):
     for text, answer in zip(texts[:, width:].tolist(), answers, strict=True):
         assert text[: len(answer)] == answer
         assert set(text[len(answer) :]) <= {model.config.pad_token_id}
-    with pytest.raises(ValueError, match="do_sample=False"):
-        theirs.generate(input_ids=ids[:1], do_sample=True, **code)
+    for asked, said in (({"do_sample": True}, "do_sample=False"), ({"num_beams": 4}, "num_beams: this decoding")):
+        with pytest.raises(ValueError, match=said):
+            theirs.generate(input_ids=ids[:1], **asked, **code)
 
 
 def test_beyond_the_window_of_local_layers_nothing_is_decoded_or_trained(tmp_path):

@@ -5,9 +5,11 @@ Axes: B rows, T tokens of a prompt, W fed tokens, P tokens in the cache, V token
 
 import torch
 
+_WITHOUT_EFFECT = ("pad_token_id", "synced_gpus", "token_type_ids", "tokenizer", "use_cache")  # on the text
+
 
 def decode_rows(
-    answer, model, prompts, attention_mask=None, generation_config=None, max_new_tokens=None, do_sample=None, **_
+    answer, model, prompts, attention_mask=None, generation_config=None, max_new_tokens=None, do_sample=None, **other
 ):
     """Prompts and answers, [B, T + new tokens], padded on the right.
 
@@ -19,10 +21,13 @@ def decode_rows(
       generation_config: whose max_new_tokens and do_sample count where those are None.
       max_new_tokens: of an answer; 128 if nobody says.
       do_sample: is refused.
+      other: what else `model.generate` was given; None where it was not. What would change the text is refused.
 
     Raises:
-      ValueError: where sampling is asked for.
+      ValueError: where sampling is asked for, or anything else that this decoding does not do.
     """
+    if unknown := sorted(name for name, value in other.items() if value is not None and name not in _WITHOUT_EFFECT):
+        raise ValueError(f"{unknown[0]}: this decoding does not know it; generate.py says what it takes")
     if do_sample or (generation_config and generation_config.do_sample):
         raise ValueError("this decoding is greedy: do_sample=False")
     kept = torch.ones_like(prompts) if attention_mask is None else attention_mask
