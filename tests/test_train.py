@@ -56,9 +56,11 @@ def test_a_run_can_be_resumed_on_more_devices_and_with_accumulation(trained_run,
     workdir = tmp_path / "copy"
     shutil.copytree(trained_run, workdir)
     shutil.rmtree(workdir / "checkpoints" / "60")
+    write_lines(workdir / "samples.jsonl", [{"step": 50}, {"step": 55}])  # of tasks, which are scored no more
     flags = ["--config.mesh.data=2", "--config.mesh.fsdp=2", "--config.accumulation=2"]
     out, _ = run("train", *TINY_RUN, f"--workdir={workdir}", *flags, devices=4)
     assert "4 cpu (data=2, fsdp=2); step 50 of 60" in out
+    assert (workdir / "samples.jsonl").read_text() == '{"step": 50}\n'  # the weights of step 55 are others now
     for straight, resumed in zip(computed(trained_run), computed(workdir), strict=True):
         assert resumed == pytest.approx(straight, rel=1e-4)  # float32 sums in another order, ten steps of Adam long
 

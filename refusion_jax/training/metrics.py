@@ -47,8 +47,7 @@ class MetricsWriter:
         if not self._is_writer:
             return
         self._file = _reopened(logs.path / FILE, kept)
-        samples = _up_to(run.workdir / SAMPLES, first_step)
-        self._samples = _reopened(logs.path / SAMPLES, samples) if config.eval.tasks else None
+        self._samples = _reopened(logs.path / SAMPLES, _up_to(run.workdir / SAMPLES, first_step))
         self._trackers = Trackers(config, run.workdir, logs.path, first_step)
         self._bar = None
         if sys.stdout.isatty():
@@ -115,8 +114,7 @@ class MetricsWriter:
         """Flushes and closes the files, and ends the trackers."""
         if self._is_writer:
             self._file.close()
-            if self._samples:
-                self._samples.close()
+            self._samples.close()
             self._trackers.finish()
             if self._bar:
                 self._bar.stop()
