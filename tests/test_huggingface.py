@@ -123,12 +123,13 @@ def test_a_family_is_read_and_written_as_transformers_does(name, tmp_path):
 
 
 @pytest.mark.filterwarnings("ignore")  # of theirs
-@pytest.mark.parametrize("system", ["refusion", "dense"])
-def test_transformers_decodes_an_export_as_its_system_does(system, tmp_path):
+@pytest.mark.parametrize(("system", "pad"), [("refusion", 0), ("dense", 31)])  # a token, and no token
+def test_transformers_decodes_an_export_as_its_system_does(system, pad, tmp_path):
     """By the code that the export carries: prompts of several lengths padded on the left, answers that end by EOS."""
     torch = pytest.importorskip("torch", reason="pip install -e '.[compare]' brings torch and transformers")
     transformers = pytest.importorskip("transformers")
-    own = sharp_model(num_hidden_layers=3, family="smollm3", no_rope_layer_interval=2)  # masks are probable, too
+    shape = {"family": "smollm3", "no_rope_layer_interval": 2, "pad_token_id": pad}
+    own = sharp_model(num_hidden_layers=3, **shape)  # masks are probable, too
     huggingface.save(own, tmp_path / "model", system)
     export = tmp_path / "export"
     run("convert", "--format=huggingface", f"--from={tmp_path}/model", f"--to={export}")
@@ -272,6 +273,10 @@ BAD = {
     ),
     "no mask token": (lambda p: change_config(p, mask_token_id="gone"), "has no mask_token_id; name one with --mask"),
     "mask out of range": (lambda p: change_config(p, mask_token_id=99), "mask_token_id=99 is no row of the embedding"),
+    "more tokens than rows": (
+        lambda p: change_config(p, refusion_jax={"num_tokens": 99}),
+        "num_tokens=99 are more than vocab_size=32",
+    ),
     "no config": (lambda p: (p / "config.json").unlink(), "holds no checkpoint"),
     "model_type that is no text": (
         lambda p: (p / "config.json").write_text('{"model_type": {"x": 1}}'),

@@ -110,6 +110,17 @@ def test_of_several_tokens_that_end_a_text_an_answer_ends_with_the_templates_or_
         assert huggingface_config.read_model_config(epath.Path(tmp_path), tokenizer).eos_token_id == expected
 
 
+@pytest.mark.parametrize(
+    ("changes", "mask", "expected"), [({}, None, 290), ({}, 300, 301), ({"refusion_jax": {}}, None, 320)]
+)
+def test_without_a_tokenizer_as_many_ids_are_tokens_as_the_export_says_and_all_where_it_does_not(
+    changes, mask, expected, tmp_path
+):
+    described = huggingface_config.describe(tiny_config(vocab_size=320, num_tokens=290, mask_token_id=4), "float32")
+    (tmp_path / "config.json").write_text(json.dumps(described | changes))
+    assert huggingface_config.read_model_config(epath.Path(tmp_path), None, mask).num_tokens == expected
+
+
 def test_a_rope_theta_where_transformers_5_keeps_it_is_found(tmp_path):
     described = huggingface_config.describe(tiny_config(), "float32")
     del described["rope_theta"]

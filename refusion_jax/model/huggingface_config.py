@@ -132,7 +132,7 @@ def read_model_config(
         "rope_scaling": scaling,
         "local_rope": local,
         "query_pre_attn_scalar": given.query_pre_attn_scalar or 0,
-        "num_tokens": max(tokenizer.size, mask + 1) if tokenizer else ours.num_tokens or shape["vocab_size"],
+        "num_tokens": max(tokenizer.size if tokenizer else ours.num_tokens or shape["vocab_size"], mask + 1),
         "mask_token_id": mask,
     }
     config = to_model_config(file, shape | ids | described | {name: getattr(ours, name) for name in _OURS})

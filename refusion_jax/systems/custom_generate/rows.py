@@ -58,5 +58,5 @@ def probabilities(model, cache, tokens, places, visible=None):
     out = model(ids, bias[None, None], positions, cache, use_cache=True)  # by place: transformers renames the cache
     c = model.config
     p = out.logits[0, :, : c.refusion_jax["num_tokens"]].float().softmax(-1)
-    p[:, list({c.mask_token_id, c.pad_token_id} - {None, c.eos_token_id})] = -1
+    p[:, [i for i in {c.mask_token_id, c.pad_token_id} - {None, c.eos_token_id} if i < p.shape[1]]] = -1
     return p
