@@ -141,7 +141,7 @@ def test_transformers_decodes_an_export_as_its_system_does(system, pad, tmp_path
     ids = torch.tensor([[0] * (width - len(prompt)) + prompt for prompt in prompts])
     mask = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts])
     code = {"custom_generate": str(export), "trust_remote_code": True}
-    texts = theirs.generate(input_ids=ids, attention_mask=mask, max_new_tokens=32, **code)
+    texts = theirs.generate(input_ids=ids, attention_mask=mask, max_new_tokens=32, num_beams=1, **code)
     answers = decode(model, prompts, DecodeSettings(system, max_new_tokens=32, batch_size=8)).tokens
     assert len({len(answer) for answer in answers}) > 1
     for text, answer in zip(texts[:, width:].tolist(), answers, strict=True):

@@ -5,7 +5,8 @@ Axes: B rows, T tokens of a prompt, W fed tokens, P tokens in the cache, V token
 
 import torch
 
-_WITHOUT_EFFECT = ("pad_token_id", "synced_gpus", "token_type_ids", "tokenizer", "use_cache")  # on the text
+_WITHOUT_EFFECT = {"pad_token_id", "synced_gpus", "token_type_ids", "tokenizer", "use_cache"}  # on the text
+_AS_HERE = (("num_beams", 1), ("num_return_sequences", 1))
 
 
 def decode_rows(
@@ -20,13 +21,13 @@ def decode_rows(
       attention_mask: [B, T], 0 at padding; None: there is none.
       generation_config: whose max_new_tokens and do_sample count where those are None.
       max_new_tokens: of an answer; 128 if nobody says.
-      do_sample: is refused.
-      other: what else `model.generate` was given; None where it was not. What would change the text is refused.
+      do_sample, other: what else `model.generate` was given; what would change the text is refused.
 
     Raises:
       ValueError: where sampling is asked for, or anything else that this decoding does not do.
     """
-    if unknown := sorted(name for name, value in other.items() if value is not None and name not in _WITHOUT_EFFECT):
+    given = {name for name, value in other.items() if value is not None and (name, value) not in _AS_HERE}
+    if unknown := sorted(given - _WITHOUT_EFFECT):
         raise ValueError(f"{unknown[0]}: this decoding does not know it; generate.py says what it takes")
     if do_sample or (generation_config and generation_config.do_sample):
         raise ValueError("this decoding is greedy: do_sample=False")
