@@ -112,8 +112,6 @@ def test_the_keys_that_must_hold_are_there():
         ),
         ({"slots.sizes": (4, 0)}, "slots.sizes=.*one or more whole sizes of 1 to"),
         ({"slots.eps": 1.0}, "slots.eps=1.0: must be below 1"),
-        ({"guard.spike": 0.5}, "guard.spike=0.5: must be above 1"),
-        ({"guard.spike": 1.0}, "guard.spike=1.0: must be above 1"),
         ({"profile_steps": (3, 2)}, "profile_steps=.*must be a first and a last step"),
         ({"profile_steps": (1001, 1002)}, "profile_steps=.*must begin within steps=1000"),
         ({"model.rope_scaling": (float("inf"),)}, "rope_scaling=.*must be 1 or 4 numbers above 0"),

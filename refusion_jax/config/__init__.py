@@ -95,8 +95,6 @@ def check(c: ml_collections.ConfigDict) -> None:
     for name, other in needed.items():  # a config file may set what flags then leave without effect
         if f"config.{name}" in flags.FLAGS and _get(c, name) != keys()[name].default:
             refuse(name, f"has no effect without --config.{other}")
-    if 0 < c.guard.spike <= 1:
-        refuse("guard.spike", "must be above 1, or every step that is no better than the mean is skipped; 0: none is")
     if c.batch_size % c.accumulation:
         refuse("batch_size", f"must be a multiple of accumulation={c.accumulation}")
     if c.eval.tasks or c.eval.decode:
