@@ -46,34 +46,25 @@ def linear(x: Float[Array, "..."], w: Float[Array, "..."] | Int8Array, inputs: i
     return y.reshape(x.shape[:-inputs] + w.shape[inputs:])
 
 
+_FEW_TOKENS = 64  # up to which a CPU multiplies faster with its operands swapped
+
+
 def linear_outputs_first(
     x: Float[Array, "..."], w: Float[Array, "..."] | Int8Array, inputs: int = 1
 ) -> Float[Array, "..."]:
-    """Contracts the last `inputs` axes of x [tokens, in] with the last ones of w [out, in], for a CPU: [tokens, out].
+    """Contracts the last `inputs` axes of x [tokens, in] with the last ones of w [out, in]: [tokens, out].
 
-    XLA for CPUs reads w once for one token. With more, the operands are swapped, as then it multiplies faster; the
-    barrier keeps it from swapping them back.
+    XLA for CPUs reads w once for one token. With a few more the operands are swapped, as then products take half to 0.9
+    of the time (2 virtual AMD EPYC cores); the barrier keeps it from swapping them back. With 256 they would take 1.1
+    times as long.
     """
     w, scale = factors(w, x.dtype)
     outputs, size = w.shape[:-inputs], math.prod(w.shape[-inputs:])
     tokens, matrix = x.reshape(-1, size), w.reshape(-1, size)
-    y = tokens @ matrix.T if len(tokens) == 1 else jax.lax.optimization_barrier(matrix @ tokens.T).T
+    is_swapped = device_kind_here() == "cpu" and 1 < len(tokens) <= _FEW_TOKENS
+    y = jax.lax.optimization_barrier(matrix @ tokens.T).T if is_swapped else tokens @ matrix.T
     y = y if scale is None else (y * scale.reshape(1, -1)).astype(x.dtype)
     return y.reshape(x.shape[:-inputs] + outputs)
-
-
-_FEW_TOKENS = 32  # up to which `head_product` is `linear_outputs_first` on a CPU
-
-
-def head_product(x: Float[Array, "*tokens D"], head: Float[Array, "V D"] | Int8Array) -> Float[Array, "*tokens V"]:
-    """x @ head.T in x's dtype.
-
-    With a head of 32 k to 152 k rows, XLA for CPUs takes 1.3 to 1.9 times as long for x @ head.T as for head @ x.T with
-    2 to 16 tokens, 1.2 to 1.4 times with 24 and 32 (2 virtual AMD EPYC cores).
-    """
-    if device_kind_here() == "cpu" and math.prod(x.shape[:-1]) <= _FEW_TOKENS:
-        return linear_outputs_first(x, head)
-    return linear(x, jax.tree.map(jnp.transpose, head))
 
 
 def scattered_along_embed(w: Float[Array, "N H D"] | Int8Array) -> Float[Array, "N H D"] | Int8Array:

@@ -27,7 +27,7 @@ from refusion_jax.model.experts import Load
 from refusion_jax.model.families import FAMILIES
 from refusion_jax.model.int8 import Int4Array, Int8Array, in_dtype, is_int8, widened
 from refusion_jax.model.key_values import KeyValues, attend_over
-from refusion_jax.model.layers import head_product, rope_rotation, weight
+from refusion_jax.model.layers import linear_outputs_first, rope_rotation, weight
 from refusion_jax.model.ragged import Ragged
 from refusion_jax.model.shape import ModelConfig
 from refusion_jax.model.stack import Layers, norm
@@ -178,7 +178,7 @@ class Transformer(nnx.Module):
 
     def logits(self, x: Float[Array, "B T D"]) -> Float32[Array, "B T V"]:
         """Logits from what `hidden` gave, or a part of its tokens."""
-        logits = head_product(x, self.output_head)
+        logits = linear_outputs_first(x, self.output_head)
         return constrain(logits.astype(jnp.float32), "batch", "length", "vocab")
 
     def with_head_rows(self, rows: int) -> "Transformer":
