@@ -102,6 +102,10 @@ class ReferenceDecoder:
                 self.margin = min(self.margin, last - next_one)
         return sorted(order[:count])
 
+    def next_tokens(self, p: Float32[np.ndarray, "n V"]) -> list[int]:
+        """The most probable tokens after the text, each read at the token before it, as `forward` gives them."""
+        return [self.best(row, place) for place, row in enumerate(p[len(self.text) - 1 :], len(self.text))]
+
     def commit_verified(self, drafts: list[int], best: list[int]) -> int:
         """Commits the drafts up to the first that is not the model's own token, this token, and nothing after an EOS.
 

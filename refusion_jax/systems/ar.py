@@ -3,7 +3,7 @@
 Trained by next-token prediction (causal attention, mean over the response tokens of the batch). Decoded left to right,
 one token per forward.
 
-Axes: B rows, T row length, N new tokens, V vocabulary.
+Axes: B rows, T row length, N tokens per forward at most, M = N - 1 drafts, V vocabulary.
 """
 
 import dataclasses
@@ -20,6 +20,7 @@ from refusion_jax.batch.rows import Rows, next_in_row, precedes_response, text_p
 from refusion_jax.batch.visibility import CAUSAL, Pattern, Visibility
 from refusion_jax.cli.errors import UserError
 from refusion_jax.decoding import cache as kv
+from refusion_jax.decoding import sampling
 from refusion_jax.decoding.decoder import LAST_TOKEN, Continuation, Continuer
 from refusion_jax.decoding.reference import ReferenceDecoder
 from refusion_jax.decoding.requests import Layout, Request
@@ -70,13 +71,42 @@ class LeftToRight(Continuer):
         return State.start(layout, keys, self.width, cache=cache, last=last)
 
     def step(self, model: Transformer, s: State) -> State:
-        at = jnp.minimum(s.record.count, self.new_tokens - 1)[:, None]
-        place = jnp.take_along_axis(s.places.position, at, axis=1)  # [B, 1]
+        place = self.next_places(s)  # [B, 1]
         logits, cache = kv.extend(model, s.cache, s.last[:, None], place - 1)
         _, choosable = mask_logits(logits, s.places.may_end(place), self.ids)
         token = sample(choosable, jnp.ones_like(place, bool), s.keys, place, s.settings)
         after, _ = s.commit(cache, token, place, jnp.ones_like(s.last), self.ids.eos_id)
         return s.renewed(after, last=token[:, 0])
+
+    def next_places(self, s: Continuation) -> Int32[Array, "B N"]:
+        """The places of the next tokens in the text; each is predicted by the token before it."""
+        return (s.places.position[:, 0] + s.record.count)[:, None] + jnp.arange(self.width)[None]
+
+
+class Speculative(LeftToRight):
+    """The base of decoders whose drafts the model verifies; they say where drafts come from."""
+
+    def draw_drafts(self, s: Continuation, logits: Array) -> tuple[Array, Array]:
+        """(drafts of the next tokens, [B, M], from a drafter's logits; what each was drawn from, [B, M, V])."""
+        places = self.next_places(s)[:, :-1]
+        _, choosable = mask_logits(logits, s.places.may_end(places), self.ids)
+        q = sampling.distribution(choosable, s.settings)
+        return sampling.draw(q, s.settings.temperature > 0, s.keys, places), q
+
+    def verify(
+        self, model: Transformer, s: Continuation, last: Array, drafts: Array, drafted: Array, q: Array
+    ) -> tuple[Continuation, Array, Array]:
+        """One forward, which commits accepted drafts and one more token: (the next state, [B, N] tokens, their number).
+
+        `last` is the last token, which is not in the cache yet; the others are as for `sampling.verify`.
+        """
+        places = self.next_places(s)
+        logits, cache = kv.extend(model, s.cache, jnp.concatenate([last[:, None], drafts], axis=1), places - 1)
+        _, choosable = mask_logits(logits, s.places.may_end(places), self.ids)
+        p = sampling.distribution(choosable, s.settings)
+        accepted, tokens = sampling.verify(p, q, drafts, drafted, s.keys, places, s.settings.temperature > 0)
+        after, kept = s.commit(cache, tokens, places, accepted + 1, self.ids.eos_id)
+        return after, tokens, kept
 
 
 def reference(model: Transformer, request: Request) -> dict:

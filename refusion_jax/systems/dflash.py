@@ -57,11 +57,9 @@ from refusion_jax.batch.visibility import CausalStreams, Visibility
 from refusion_jax.cli.errors import UserError
 from refusion_jax.cli.settings import setting
 from refusion_jax.decoding import cache as kv
-from refusion_jax.decoding import sampling
 from refusion_jax.decoding.auxiliary import in_vocabulary
 from refusion_jax.decoding.reference import ReferenceDecoder
 from refusion_jax.decoding.requests import Layout, Request
-from refusion_jax.decoding.sampling import mask_logits
 from refusion_jax.model.key_values import KeyValues, attend_over
 from refusion_jax.model.ragged import Ragged
 from refusion_jax.model.shape import READ_ALIKE
@@ -143,7 +141,7 @@ class ReadingSettings(pard.DraftedSettings):
     drafter: str = setting("", "Run of `dflash` that was trained to draft for this model", scope="compiled")
 
 
-class ReadAndDraft(ar.LeftToRight):
+class ReadAndDraft(ar.Speculative):
     """The decoder with its compiled sizes."""
 
     settings: ClassVar[type[ReadingSettings]] = ReadingSettings
@@ -154,19 +152,8 @@ class ReadAndDraft(ar.LeftToRight):
     def step(self, model: Transformer, s: ar.State) -> ar.State:
         """One forward of each model, after which each row commits the accepted drafts and one more token."""
         model, M = WithDrafter(model), self.width - 1
-        first = s.places.position[:, 0] + s.record.count  # [B], the place of the first draft
-        places, is_warm = first[:, None] + jnp.arange(self.width)[None], s.settings.temperature > 0
-        may_end = s.places.may_end(places)
-        _, choosable = mask_logits(model.draft(s.last, first - 1, s.cache, M), may_end[:, :M], self.ids)
-        q = sampling.distribution(choosable, s.settings)
-        drafts = sampling.draw(q, is_warm, s.keys, places[:, :M])
-
-        fed = jnp.concatenate([s.last[:, None], drafts], axis=1)
-        logits, cache = kv.extend(model, s.cache, fed, places - 1)  # each token is predicted by the one before it
-        _, choosable = mask_logits(logits, may_end, self.ids)
-        p = sampling.distribution(choosable, s.settings)
-        accepted, tokens = sampling.verify(p, q, drafts, jnp.full_like(s.last, M), s.keys, places, is_warm)
-        after, _ = s.commit(cache, tokens, places, accepted + 1, self.ids.eos_id)
+        drafts, q = self.draw_drafts(s, model.draft(s.last, self.next_places(s)[:, 0] - 1, s.cache, M))
+        after, tokens, _ = self.verify(model, s, s.last, drafts, jnp.full_like(s.last, M), q)
         return s.renewed(after, last=tokens[:, -1])
 
 
@@ -176,13 +163,11 @@ def reference(model: Transformer, request: Request) -> dict:
     drafter.reads, masks = model.model, [drafter.config.mask_token_id] * (request.settings.draft_length - 1)
     while not plain.is_complete():
         text = list(plain.text.values())
-        row, known = text + masks, len(text) - 1
+        row = text + masks
         padded = np.zeros((2, 1, 1 << max(5, len(row).bit_length())), np.int32)
-        padded[0, 0, : len(row)], padded[1, 0, known:] = row, 1
-        q = np.asarray(_probabilities(*nnx.split(drafter), *padded))[known : len(row)]
-        drafts = [plain.best(at, len(text) + i) for i, at in enumerate(q)]
-        p = plain.forward("verify", text + drafts)
-        plain.commit_verified(drafts, [plain.best(at, len(text) + i) for i, at in enumerate(p[known:])])
+        padded[0, 0, : len(row)], padded[1, 0, len(text) - 1 :] = row, 1
+        drafts = plain.next_tokens(np.asarray(_probabilities(*nnx.split(drafter), *padded))[: len(row)])
+        plain.commit_verified(drafts, plain.next_tokens(plain.forward("verify", text + drafts)))
     return plain.result()
 
 

@@ -183,8 +183,7 @@ def reference(model: Transformer, request: Request) -> dict:
     plain, drafts = ReferenceDecoder(model, request), []
     masks = [plain.ids.mask_id] * (request.settings.stride - 1)
     while not plain.is_complete():
-        p = plain.forward("draft", [*plain.text.values(), *drafts, *masks])
-        best = [plain.best(row, at + 1) for at, row in enumerate(p)][len(plain.text) - 1 :]
+        best = plain.next_tokens(plain.forward("draft", [*plain.text.values(), *drafts, *masks]))
         accepted = plain.commit_verified(drafts, best)
         drafts = best[len(drafts) + 1 :] if accepted == len(drafts) else []
     return plain.result()

@@ -28,13 +28,11 @@ from jaxtyping import Array, Int32, Key
 
 from refusion_jax.cli.settings import setting
 from refusion_jax.decoding import cache as kv
-from refusion_jax.decoding import sampling
 from refusion_jax.decoding import settings as shared
 from refusion_jax.decoding.auxiliary import in_vocabulary
 from refusion_jax.decoding.decoder import Continuation
 from refusion_jax.decoding.reference import ReferenceDecoder
 from refusion_jax.decoding.requests import Layout, Request
-from refusion_jax.decoding.sampling import mask_logits
 from refusion_jax.model.transformer import Transformer
 from refusion_jax.systems import ar
 from refusion_jax.systems.interface import System
@@ -59,7 +57,7 @@ class State(Continuation):
     count: Int32[Array, "B"]  # how many of them count
 
 
-class DraftAndVerify(ar.LeftToRight):
+class DraftAndVerify(ar.Speculative):
     """The decoder with its compiled sizes."""
 
     settings: ClassVar[type[DraftedSettings]] = DraftedSettings
@@ -80,26 +78,16 @@ class DraftAndVerify(ar.LeftToRight):
     def step(self, model: Transformer, s: State) -> State:
         """One forward of each model, after which each row commits the accepted drafts and one more token."""
         N, M = self.width, self.width - 1
-        first = s.places.position[:, 0] + s.record.count  # [B], the place of the first draft
-        offset = jnp.arange(N + M - 1)[None]
+        first, offset = self.next_places(s)[:, :1], jnp.arange(N + M - 1)[None]
         recent = jnp.pad(s.recent, ((0, 0), (0, M - 1)))
         fed = jnp.where(offset < s.count[:, None], recent, model.drafter.config.mask_token_id)  # [B, N + M - 1]
-        logits, drafter = kv.extend(model.drafter, s.drafter, fed, (first - s.count)[:, None] + offset)
+        logits, drafter = kv.extend(model.drafter, s.drafter, fed, first - s.count[:, None] + offset)
         from_token = s.count[:, None] - 1 + offset[:, :M]  # [B, M] of N + M - 1
         drafting = jnp.take_along_axis(logits, from_token[:, :, None], axis=1)
-        places = first[:, None] + jnp.arange(N)[None]  # predicted by the tokens before them
-        is_warm = s.settings.temperature > 0
-        may_end = s.places.may_end(places)
-        _, choosable = mask_logits(in_vocabulary(drafting, model.config.vocab_size), may_end[:, :M], self.ids)
-        q = sampling.distribution(choosable, s.settings)
-        drafts = sampling.draw(q, is_warm, s.keys, places[:, :M])
+        drafts, q = self.draw_drafts(s, in_vocabulary(drafting, model.config.vocab_size))
 
-        last = jnp.take_along_axis(s.recent, s.count[:, None] - 1, axis=1)
-        logits, cache = kv.extend(model, s.cache, jnp.concatenate([last, drafts], axis=1), places - 1)
-        _, choosable = mask_logits(logits, may_end, self.ids)
-        p = sampling.distribution(choosable, s.settings)
-        accepted, tokens = sampling.verify(p, q, drafts, jnp.full_like(s.count, M), s.keys, places, is_warm)
-        after, kept = s.commit(cache, tokens, places, accepted + 1, self.ids.eos_id)
+        last = jnp.take_along_axis(s.recent, s.count[:, None] - 1, axis=1)[:, 0]
+        after, tokens, kept = self.verify(model, s, last, drafts, jnp.full_like(last, M), q)
         drafter = kv.commit(drafter, jnp.where(s.active, s.count, 0))
         return s.renewed(after.replace(drafter=drafter), recent=tokens, count=kept)
 
@@ -108,12 +96,11 @@ def reference(model: Transformer, request: Request) -> dict:
     """The decoder in plain Python: one request, no cache, greedy."""
     plain, drafter = ReferenceDecoder(model, request), ReferenceDecoder(model.drafter, request)
     masks = [model.drafter.config.mask_token_id] * (request.settings.draft_length - 1)
+    drafter.text = plain.text
     while not plain.is_complete():
         text = list(plain.text.values())
-        q = drafter.forward("draft", text + masks)
-        drafts = [drafter.best(row, len(text) + i) for i, row in enumerate(q[len(text) - 1 :])]
-        p = plain.forward("verify", text + drafts)
-        plain.commit_verified(drafts, [plain.best(row, len(text) + i) for i, row in enumerate(p[len(text) - 1 :])])
+        drafts = drafter.next_tokens(drafter.forward("draft", text + masks))
+        plain.commit_verified(drafts, plain.next_tokens(plain.forward("verify", text + drafts)))
     plain.margin = min(plain.margin, drafter.margin)
     return plain.result()
 

@@ -28,12 +28,11 @@ from jaxtyping import Array, Int32, Key
 
 from refusion_jax.cli.settings import setting
 from refusion_jax.decoding import cache as kv
-from refusion_jax.decoding import sampling
 from refusion_jax.decoding import settings as shared
 from refusion_jax.decoding.decoder import Continuation
 from refusion_jax.decoding.reference import ReferenceDecoder
 from refusion_jax.decoding.requests import Layout, Request
-from refusion_jax.decoding.sampling import mask_logits, put
+from refusion_jax.decoding.sampling import put
 from refusion_jax.model.transformer import Transformer
 from refusion_jax.systems import ar
 from refusion_jax.systems.interface import System
@@ -59,7 +58,7 @@ class State(Continuation):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class LookUp(ar.LeftToRight):
+class LookUp(ar.Speculative):
     """The decoder with its compiled sizes."""
 
     settings: ClassVar[type[LookupSettings]] = LookupSettings
@@ -72,17 +71,11 @@ class LookUp(ar.LeftToRight):
 
     def step(self, model: Transformer, s: State) -> State:
         """One forward, in which each row commits the accepted drafts and one more token."""
-        N = self.width
-        length = s.places.position[:, 0] + s.record.count
-        last = jnp.take_along_axis(s.text, length[:, None] - 1, axis=1)
-        drafts, drafted = look_up(s.text, length, N - 1, self.ngram)
-        places = length[:, None] + jnp.arange(N)[None]  # predicted by the tokens before them
-        logits, cache = kv.extend(model, s.cache, jnp.concatenate([last, drafts], axis=1), places - 1)
-        _, choosable = mask_logits(logits, s.places.may_end(places), self.ids)
-        p, is_warm = sampling.distribution(choosable, s.settings), s.settings.temperature > 0
-        q = jax.nn.one_hot(drafts, p.shape[-1])
-        accepted, tokens = sampling.verify(p, q, drafts, drafted, s.keys, places, is_warm)
-        after, kept = s.commit(cache, tokens, places, accepted + 1, self.ids.eos_id)
+        N, places = self.width, self.next_places(s)
+        drafts, drafted = look_up(s.text, places[:, 0], N - 1, self.ngram)
+        last = jnp.take_along_axis(s.text, places[:, :1] - 1, axis=1)[:, 0]
+        q = jax.nn.one_hot(drafts, model.config.vocab_size)
+        after, tokens, kept = self.verify(model, s, last, drafts, drafted, q)
         into = jnp.where(jnp.arange(N)[None] < kept[:, None], places, s.text.shape[1])
         return after.replace(text=put(s.text, into, tokens))
 
@@ -115,8 +108,7 @@ def reference(model: Transformer, request: Request) -> dict:
             before = [at for at in range(n, len(text)) if text[at - n : at] == text[-n:]]
             if before:
                 drafts = [text[before[-1] + i % (len(text) - before[-1])] for i in range(s.draft_length)]
-        p = plain.forward("next", text + drafts)
-        plain.commit_verified(drafts, [plain.best(p[at], at + 1) for at in range(len(text) - 1, len(p))])
+        plain.commit_verified(drafts, plain.next_tokens(plain.forward("next", text + drafts)))
     return plain.result()
 
 
