@@ -192,6 +192,8 @@ class Transformer(nnx.Module):
           weights: "same", "int8" or "int4": those of products. Of int4, embeddings and experts are in int8.
           cache: "same", "int8" or "int4", of the caches that decoders make for it.
         """
+        if weights == cache == "same":
+            return self
         graphdef, state = nnx.split(self)
         of = functools.partial(rounded_weight, weights=weights)
         state = jax.tree.map(of, state, is_leaf=lambda p: isinstance(p, nnx.Variable))
