@@ -57,7 +57,7 @@ def measure(
     began = time.monotonic()
     out = decode(model, prompts, settings)
     seconds = time.monotonic() - began
-    right = [tasks.is_correct(p, tokenizer.decode(t)) for p, t in zip(problems, out.tokens, strict=True)]
+    right = [tokenizer.decode(t) == p.response for p, t in zip(problems, out.tokens, strict=True)]
     tokens = sum(map(len, out.tokens))
     return {
         "accuracy": sum(right) / len(right),
@@ -99,7 +99,7 @@ def examples(problems: list[tasks.Problem], decoded: Decoded, tokenizer: Tokeniz
     by_interest = [(sum(b < a for a, b in itertools.pairwise(order)), len(order)) for order in orders]
     most = {}
     for i, problem in enumerate(problems):
-        is_right = tasks.is_correct(problem, tokenizer.decode(decoded.tokens[i]))
+        is_right = tokenizer.decode(decoded.tokens[i]) == problem.response
         if is_right and by_interest[i] >= by_interest[most.get(problem.family, i)]:
             most[problem.family] = i
     return sorted(most.values(), key=by_interest.__getitem__, reverse=True)[:3]

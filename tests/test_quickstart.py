@@ -69,11 +69,10 @@ def test_slots_are_shown_in_text_order_with_the_time_of_their_writing():
 
 def test_examples_are_right_of_three_families_and_show_planning():
     forward, jumpy = [*range(12)], [*range(8, 12), *range(4, 8), *range(4)]
-    word = "pear pear pear"
-    right, wrong = f"Replace fig by pear: {word}.", "Replace fig by pear: fig plum."
-    problems = [tasks.Problem("replace", query, "") for query in (right, right, wrong)]
-    problems += [tasks.Problem("reverse", f"Reverse {word}.", ""), tasks.Problem("quote", f"Quote {word}.", "")]
-    texts = [word.encode()] * 4 + [b'"pear", "pear", "pear"']
+    word, quoted = "pear pear pear", '"pear", "pear", "pear"'
+    problems = [tasks.Problem("replace", "", right) for right in (word, word, "pear plum")]
+    problems += [tasks.Problem("reverse", "", word), tasks.Problem("quote", "", quoted)]
+    texts = [word.encode()] * 4 + [quoted.encode()]
     answers = decoded(*zip(texts, (forward, jumpy, jumpy, jumpy[4:], forward), strict=True))
     assert quickstart.examples(problems, answers, Letters(), 4) == [1, 3, 4]
 

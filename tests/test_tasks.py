@@ -52,16 +52,13 @@ def test_each_family_solves_a_problem_worked_out_by_hand(mixture, worked_out):
 
 
 @pytest.mark.parametrize("mixture", MIXTURES)
-def test_train_and_test_are_disjoint_and_only_the_right_answer_is(mixture):
+def test_train_and_test_are_disjoint_and_every_answer_can_be_worked_out_again(mixture):
     train, test = (list(mixture.problems(split, count, seed=0)) for split, count in (("train", 6000), ("test", 1200)))
     assert not {p.query for p in train} & {p.query for p in test}
     for problems in (train, test):
         assert {p.family for p in problems} == set(mixture.families)
     for problem in test:
-        right = problem.response
-        assert mixture.is_correct(problem, right)
-        assert not any(mixture.is_correct(problem, right[:at] + right[at + 1 :]) for at in range(len(right)))
-        assert not mixture.is_correct(problem, right + " ")
+        assert mixture.families[problem.family].solve(problem.query) == problem.response
 
 
 @pytest.mark.parametrize("difficulty", [1, 3])

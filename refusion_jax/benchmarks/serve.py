@@ -113,7 +113,7 @@ def _by_clients(address, checkpoint: str, clients: list[int], own: flags.FlagVal
         for how, some in repeats.items():
             record = {"benchmark": "serve", "clients": count, "how": how, "requests": len(problems)}
             seen = some[-1][0]
-            right = [tasks.is_correct(p, one.text) for p, one in zip(problems, seen, strict=True)]
+            right = [one.text == p.response for p, one in zip(problems, seen, strict=True)]
             record |= {"accuracy": float(np.mean(right)), "tokens": sum(one.tokens for one in seen)}
             rates = [record["tokens"] / seconds for _, seconds, _ in some]
             record["tokens_per_second"] = float(np.median(rates))

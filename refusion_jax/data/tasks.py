@@ -5,7 +5,7 @@ import random
 
 from refusion_jax.data.problems import Mixture, Problem, ProblemFamily
 
-__all__ = ["FAMILIES", "MIXTURE", "Problem", "is_correct", "problems"]
+__all__ = ["FAMILIES", "MIXTURE", "Problem", "problems"]
 
 NAMES = "ann bob cat dan eve fay gus hal ivy jay kim leo mia ned oda pam ray sue tom uma".split()
 FRUITS = "apple plum kiwi fig pear lime melon grape mango peach cherry lemon".split()
@@ -107,4 +107,4 @@ FAMILIES = {
 
 
 MIXTURE = Mixture(FAMILIES)
-problems, is_correct = MIXTURE.problems, MIXTURE.is_correct
+problems = MIXTURE.problems

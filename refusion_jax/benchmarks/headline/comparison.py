@@ -37,7 +37,6 @@ from refusion_jax.benchmarks.headline.tpu_estimates import tpu_estimates
 from refusion_jax.checkpoints.load import load_model, load_tokenizer
 from refusion_jax.cli import command
 from refusion_jax.cli.progress import track
-from refusion_jax.data.families import mixture
 from refusion_jax.decoding.journal import Journal
 from refusion_jax.decoding.player import Decodings, Scene, page
 from refusion_jax.distributed.compiled_code import keep_for_user
@@ -54,7 +53,6 @@ class Comparison:
         """Nothing is done before `run`."""
         self._directory, self._asked, self._store = directory, experiment, store
         self._config, self._budget = experiment.config, experiment.budget
-        self._mixture = mixture(self._config.data.difficulty)
         self._validation, self._test = experiment.held_out()
         self._began, self._commit = time.monotonic(), commit()
 
@@ -138,7 +136,7 @@ class Comparison:
             decoder = point.decoder
 
             def make(point: Point = point) -> dict[str, Any]:
-                measured = measure(self._mixture, self._validation, self._subject(run, point), self._budget)
+                measured = measure(self._validation, self._subject(run, point), self._budget)
                 return _about(run, point) | measured | {"where": results.where()}
 
             found.append(self._stored(f"measure {run.name}: {point}", make))
@@ -155,7 +153,7 @@ class Comparison:
                 def make(run: TrainingRun = run, point: Point = point) -> dict[str, Any]:
                     subject = self._subject(run, point)
                     decodings = Decodings(f"{run.name} {point}", subject.tokenizer)
-                    record, texts, _ = score(self._mixture, self._test, subject, self._budget, decodings=decodings)
+                    record, texts, _ = score(self._test, subject, self._budget, decodings=decodings)
                     self._keep_answers(f"{run.name} {point}", texts, decodings)
                     return _about(run, point) | record
 

@@ -14,7 +14,7 @@ from refusion_jax.benchmarks.decode import timed
 from refusion_jax.benchmarks.headline.experiment import BATCH_SIZES, Budget, Point
 from refusion_jax.cli.errors import UserError
 from refusion_jax.data.interface import Tokenizer
-from refusion_jax.data.problems import Mixture, Problem
+from refusion_jax.data.problems import Problem
 from refusion_jax.decoding.player import Decodings
 from refusion_jax.decoding.requests import Answer, prepare
 from refusion_jax.model.transformer import Transformer
@@ -70,7 +70,6 @@ class _Queue:
 
 
 def score(
-    mixture: Mixture,
     problems: list[Problem],
     subject: Subject,
     budget: Budget,
@@ -84,7 +83,7 @@ def score(
         decodings.add(index, queue.requests[index], answers[index])
     texts, right = [subject.tokenizer.decode(answer.tokens) for answer in answers], collections.defaultdict(list)
     for problem, text in zip(problems, texts, strict=True):
-        right[problem.family].append(mixture.is_correct(problem, text))
+        right[problem.family].append(text == problem.response)
     tokens, forwards = sum(len(a.tokens) for a in answers), sum(a.forwards for a in answers)
     ends = sum(a.finish_reason == "eos" for a in answers)
     record = {
@@ -102,9 +101,9 @@ def score(
     return record, texts, statistics.median(speeds)
 
 
-def measure(mixture: Mixture, problems: list[Problem], subject: Subject, budget: Budget) -> dict[str, Any]:
+def measure(problems: list[Problem], subject: Subject, budget: Budget) -> dict[str, Any]:
     """The score, and tokens per second with one and with many prompts at a time: the fields of `results.Scored`."""
-    record, texts, speed = score(mixture, problems, subject, budget, budget.repeats)
+    record, texts, speed = score(problems, subject, budget, budget.repeats)
     single = _Queue(problems[: budget.timed], subject, budget, BATCH_SIZES[0])
     alone, speeds_alone = single.decode(budget.repeats)
     same = [subject.tokenizer.decode(answer.tokens) == text for answer, text in zip(alone, texts, strict=False)]
