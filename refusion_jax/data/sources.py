@@ -4,7 +4,7 @@ Whatever the source, it becomes a stream of `Example`s. A bad one (malformed lin
 error that names file and line, or with on_error="skip" it is counted and left out.
 """
 
-import itertools
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -17,7 +17,7 @@ from refusion_jax.data.problems import Problem
 
 GENERATED = {"tasks": lambda data: tasks.MIXTURE, "families": lambda data: families.mixture(data.difficulty)}
 HELD_OUT = "held_out"  # as in families:held_out
-_PART = 1 << 20  # bytes of a text, tokenized at a time
+_PART = 1 << 20  # bytes of a text, tokenized at a time; any other file is read as one
 _MOST = 1 << 30  # characters
 _FEWER = 100  # held-out problems are a part of so many of the training problems
 
@@ -47,7 +47,7 @@ def read_examples(
         raise UserError(f"{path_flag}: {data.path} does not exist (built in: {', '.join(GENERATED)}, stdlib)")
     fields = Fields(data.query_field, data.response_field, data.text_field, fields_flag, data.turns)
     characters, example = 0, None
-    for part in itertools.chain.from_iterable(map(_parts, files)):
+    for part in (part for path in files for part in input_splits.splits_of(path, _PART, of_records=sys.maxsize)):
         for example in input_splits.read(part, fields):
             if isinstance(example, Example):
                 characters += example.characters
@@ -59,9 +59,3 @@ def read_examples(
             yield example
     if example is None:
         raise UserError(f"{path_flag}: {data.path} holds no example")
-
-
-def _parts(path: str) -> list[input_splits.InputSplit]:
-    """A text in parts, any other file as one."""
-    file = input_splits.whole(path)
-    return input_splits.splits_of(path, _PART) if file.kind == "text" else [file]
