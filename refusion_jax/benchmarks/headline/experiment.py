@@ -186,13 +186,10 @@ class Experiment:
 
     def points(self, system: str) -> list[Point]:
         """The operating points of all decoders that serve a system's models."""
-        own = self.budget.new_tokens, self._trained(system)
+        section = systems()[system].section
+        own = self.budget.new_tokens, self.config[section].to_dict() if section else {}
         decoders = {name: find_decoder(name).settings for name in decoders_for(system)}
         return [Point(name, point) for name, settings in decoders.items() for point in settings.operating_points(*own)]
-
-    def _trained(self, system: str) -> dict[str, Any]:
-        section = systems()[system].section
-        return self.config[section].to_dict() if section else {}
 
     def held_out(self) -> tuple[list[Problem], list[Problem]]:
         """(validation problems, which choose the settings; test problems, which score the chosen ones).
