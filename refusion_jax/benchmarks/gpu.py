@@ -41,7 +41,6 @@ from refusion_jax.distributed.chips import peak_flops
 from refusion_jax.distributed.sharding import make_mesh
 from refusion_jax.distributed.storage import write_file
 from refusion_jax.model.attention import attention
-from refusion_jax.model.flops import train_flops_per_token
 from refusion_jax.model.packed_attention import triton_attention
 from refusion_jax.systems.api import DecodeSettings, decode
 from refusion_jax.systems.registry import default_system
@@ -172,17 +171,16 @@ def trained(size: str) -> list[dict]:
     config.batch_size, config.row_length = (2, 128) if is_tiny else (8, 2048)
     config.dtype = "float32" if is_tiny else "bfloat16"
     config.model.update({name: getattr(shape, name) for name in config.model})
-    seconds = step_seconds(config)
+    seconds, flops = step_costs(config)
     tokens = config.batch_size * config.row_length
-    flops = tokens * train_flops_per_token(model_config(config), CAUSAL.keys_seen(config.row_length))
     peak = peak_flops(jax.devices()[0].device_kind)
     record = {"size": size, "batch_size": config.batch_size, "row_length": config.row_length, "remat": config.remat}
     record |= {"ms": 1e3 * seconds, "tokens_per_second": tokens / seconds}
     return [record | {"mfu": peak and flops / seconds / peak}]
 
 
-def step_seconds(config: ml_collections.ConfigDict) -> float:
-    """Median seconds of a training step on all devices, on rows of one document, a third of it its prompt."""
+def step_costs(config: ml_collections.ConfigDict) -> tuple[float, float]:
+    """(median seconds, FLOPs) of a training step on all devices, on rows of one document, a third of it its prompt."""
     mesh = make_mesh(config.mesh)
     program = train_program(config, model_config(config), mesh)
     with jax.set_mesh(mesh):
@@ -198,7 +196,7 @@ def step_seconds(config: ml_collections.ConfigDict) -> float:
             state, metrics = program.step(state, rows)
             metrics["loss"].block_until_ready()
             seconds.append(time.perf_counter() - began)
-    return float(np.median(seconds[1:]))
+    return float(np.median(seconds[1:])), config.batch_size * program.flops_per_row
 
 
 def decoded(size: str, rows: int, new_tokens: int) -> list[dict]:
