@@ -19,7 +19,7 @@ from refusion_jax.data.packing import PackedRows
 from refusion_jax.distributed import sharding
 from refusion_jax.distributed.sharding import make_mesh
 from refusion_jax.evaluation import heldout
-from refusion_jax.evaluation.heldout import evaluate_model, find_held_out, make_held_out, make_loss, place
+from refusion_jax.evaluation.heldout import evaluate_model, find_held_out, make_held_out, make_loss, pick, place
 from refusion_jax.evaluation.likelihood import held_out_bits
 from refusion_jax.model.transformer import Transformer
 from refusion_jax.systems.registry import default_decoder, find_system
@@ -46,7 +46,7 @@ def evaluate(sets, devices: int = 1, **changes) -> dict[str, float]:
     params = nnx.to_pure_dict(params)
     with jax.set_mesh(mesh):
         params = jax.device_put(params, sharding.sharding(mesh))
-        loss = make_loss(config, place(config, sets, mesh), graphdef, make_objective(config, 4))
+        loss = make_loss(config, place(config, pick(config, sets), mesh), graphdef, make_objective(config, 4))
         return {name: float(value) for name, value in loss(params).items()}
 
 
@@ -112,7 +112,7 @@ def test_noise_is_that_of_the_row_alone():
     both = PackedRows(*(np.stack([getattr(r, n) for r in (some, others)], 1).reshape(16, 32) for n in vars(some)))
     assert evaluate([some]) == evaluate([both], seed=3, **{"eval.rows": 8})
     config = config_with(**SIZES, **{"eval.rows": 2})
-    one_of_each = place(config, [some, others], make_mesh({}, jax.devices()[:1])).tokens[:2]
+    one_of_each = place(config, pick(config, [some, others]), make_mesh({}, jax.devices()[:1])).tokens[:2]
     np.testing.assert_array_equal(one_of_each, [some.tokens[0], others.tokens[0]])
 
 

@@ -121,7 +121,7 @@ def evaluate_model(
     config.update({"batch_size": rows * sharding.shard_count(mesh, "batch"), "accumulation": 1})
     with jax.set_mesh(mesh):
         objective = make_objective(config, model.config.mask_token_id, model.config.eos_token_id)
-        loss = make_loss(config, place(config, sets, mesh), graphdef, objective)
+        loss = make_loss(config, place(config, pick(config, sets), mesh), graphdef, objective)
         values = jax.device_get(loss(nnx.to_pure_dict(params)))
     return {name: float(value) if np.isfinite(value) else None for name, value in values.items()}
 
@@ -146,7 +146,8 @@ def make_held_out(
     sets = find_held_out(config, tokenizer)
     if not sets:
         return None
-    loss, picked = make_loss(config, place(config, sets, mesh), graphdef, objective), pick(config, sets)
+    picked = pick(config, sets)
+    loss = make_loss(config, place(config, picked, mesh), graphdef, objective)
     method = next(iter(decoders_for(config.objective)), "")  # as `evaluate` chooses it
 
     def evaluate(params: dict) -> dict[str, Any]:
@@ -173,9 +174,8 @@ def pick(config: ml_collections.ConfigDict, sets: list[RowSource]) -> list[tuple
     return [(sets[number], indices[number][i]) for number, i in places]
 
 
-def place(config: ml_collections.ConfigDict, sets: list[RowSource], mesh: Mesh) -> Rows:
+def place(config: ml_collections.ConfigDict, picked: list[tuple[RowSource, int]], mesh: Mesh) -> Rows:
     """The rows of `pick`, on the devices; each host reads only its own."""
-    picked = pick(config, sets)
     N, T = -(-len(picked) // config.batch_size) * config.batch_size, config.row_length
     dtypes = {"tokens": np.int32, "segment_ids": np.int32, "is_response": np.bool_}
 
