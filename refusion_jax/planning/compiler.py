@@ -25,7 +25,6 @@ from refusion_jax.distributed.chips import find_chip
 from refusion_jax.distributed.storage import write_file
 from refusion_jax.planning import hlo
 
-_DUMP = {"xla_dump_to": "", "xla_dump_hlo_as_text": True}
 _MOST_CHIPS = 1 << 14  # in a slice, which is more than any has
 _ASSIGNED = "after_optimizations-buffer-assignment.txt"
 _OPTIMIZED = "after_optimizations.txt"
@@ -153,7 +152,7 @@ def _child(lower: Callable[..., jax.stages.Lowered], arguments: tuple, directory
     prepare_environment()
     began, cpu_began, report = time.monotonic(), time.process_time(), {}
     try:
-        lower(*arguments).compile(compiler_options=_DUMP | {"xla_dump_to": directory})
+        lower(*arguments).compile(compiler_options={"xla_dump_to": directory, "xla_dump_hlo_as_text": True})
     except UserError as error:
         report["user_error"] = error.as_flag if isinstance(error, SettingError) else str(error)
     except jax.errors.JaxRuntimeError as error:
