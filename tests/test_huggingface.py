@@ -147,7 +147,17 @@ def test_transformers_decodes_an_export_as_its_system_does(system, pad, tmp_path
     for text, answer in zip(texts[:, width:].tolist(), answers, strict=True):
         assert text[: len(answer)] == answer
         assert set(text[len(answer) :]) <= {model.config.pad_token_id}
-    for asked, said in (({"do_sample": True}, "do_sample=False"), ({"num_beams": 4}, "num_beams: this decoding")):
+    config, eos, new = transformers.GenerationConfig, model.config.eos_token_id, texts[:, width:]
+    given = {"do_sample": False, "pad_token_id": 3, "generation_config": config(do_sample=True, max_new_tokens=32)}
+    again = theirs.generate(input_ids=ids[:4], attention_mask=mask[:4], eos_token_id=eos, **given, **code)[:, width:]
+    assert torch.equal(again, torch.where(new == model.config.pad_token_id, 3, new)[:4, : again.shape[1]])
+    for asked, said in (
+        ({"do_sample": True}, "do_sample=False"),
+        ({"generation_config": config(do_sample=True)}, "do_sample=False"),
+        ({"num_beams": 4}, "num_beams: this decoding"),
+        ({"generation_config": config(repetition_penalty=2.0)}, "repetition_penalty: this decoding"),
+        ({"generation_config": config(eos_token_id=5)}, "eos_token_id: this decoding"),
+    ):
         with pytest.raises(ValueError, match=said):
             theirs.generate(input_ids=ids[:1], **asked, **code)
 

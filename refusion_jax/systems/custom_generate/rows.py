@@ -5,13 +5,12 @@ Axes: B rows, T tokens of a prompt, W fed tokens, P tokens in the cache, V token
 
 import torch
 
-_WITHOUT_EFFECT = {"pad_token_id", "synced_gpus", "token_type_ids", "tokenizer", "use_cache"}  # on the text
-_AS_HERE = (("num_beams", 1), ("num_return_sequences", 1))
+_WITHOUT_EFFECT = {"synced_gpus", "token_type_ids", "tokenizer", "use_cache", "bos_token_id"}  # on the text
+_WITHOUT_EFFECT |= {"transformers_version", "_from_model_config"}  # of a GenerationConfig, as are the next
+_OF_SAMPLING = {"temperature", "top_k", "top_p"}  # which a GenerationConfig may have for other calls
 
 
-def decode_rows(
-    answer, model, prompts, attention_mask=None, generation_config=None, max_new_tokens=None, do_sample=None, **other
-):
+def decode_rows(answer, model, prompts, attention_mask=None, generation_config=None, **given):
     """Prompts and answers, [B, T + new tokens], padded on the right.
 
     Args:
@@ -19,26 +18,29 @@ def decode_rows(
       model: a causal language model of transformers.
       prompts: [B, T] ids.
       attention_mask: [B, T], 0 at padding; None: there is none.
-      generation_config: whose max_new_tokens and do_sample count where those are None.
-      max_new_tokens: of an answer; 128 if nobody says.
-      do_sample, other: what else `model.generate` was given; what would change the text is refused.
+      generation_config: what is not given counts as it says. The model's own, of generation_config.json, counts for
+        nothing: the answers are those of `refusion_jax.generate`, which does not read it.
+      given: max_new_tokens of an answer, 128 if nobody says; pad_token_id, by default the model's, else EOS; and what
+        else `model.generate` was given. What would change the text is refused.
 
     Raises:
       ValueError: where sampling is asked for, or anything else that this decoding does not do.
     """
-    given = {name for name, value in other.items() if value is not None and (name, value) not in _AS_HERE}
-    if unknown := sorted(given - _WITHOUT_EFFECT):
-        raise ValueError(f"{unknown[0]}: this decoding does not know it; generate.py says what it takes")
-    if do_sample or (generation_config and generation_config.do_sample):
+    c, given = model.config, {name: value for name, value in given.items() if value is not None}
+    asked = (generation_config.to_diff_dict() if generation_config else {}) | given
+    count = asked.pop("max_new_tokens", 128)
+    pad = asked.pop("pad_token_id", c.eos_token_id if c.pad_token_id is None else c.pad_token_id)
+    if asked.pop("do_sample", False):
         raise ValueError("this decoding is greedy: do_sample=False")
+    as_here = {"num_beams": 1, "num_return_sequences": 1, "eos_token_id": c.eos_token_id}
+    unknown = {name for name, value in asked.items() if value not in (None, as_here.get(name))}
+    if unknown := sorted(unknown - _WITHOUT_EFFECT - (_OF_SAMPLING - given.keys())):
+        raise ValueError(f"{unknown[0]}: this decoding does not know it; generate.py says what it takes")
     kept = torch.ones_like(prompts) if attention_mask is None else attention_mask
-    count = max_new_tokens or (generation_config and generation_config.max_new_tokens) or 128
     texts = [
         torch.cat([prompt, prompt.new_tensor(answer(prompt[is_kept.bool()], count))])
         for prompt, is_kept in zip(prompts, kept, strict=True)
     ]
-    c = model.config
-    pad = c.eos_token_id if c.pad_token_id is None else c.pad_token_id
     return torch.nn.utils.rnn.pad_sequence(texts, batch_first=True, padding_value=pad)
 
 
