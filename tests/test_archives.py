@@ -18,6 +18,7 @@ from test_prepare import contents, documents, make, tokenizer_file, write_pairs 
 from refusion_jax import UserError
 from refusion_jax.data import packing, shards
 from refusion_jax.data.examples import Bad, Example, Fields
+from refusion_jax.data.fast_tokenizer import load_tokenizer_file
 from refusion_jax.data.hub import pinned
 from refusion_jax.data.input_splits import read, splits_of
 from refusion_jax.data.tokenizer import SentencePieceTokenizer
@@ -86,7 +87,7 @@ def test_prompts_that_a_file_expands_to_are_tokenized_in_parts(tmp_path, monkeyp
     make(tokenizer_file, path, tmp_path / "rows", row_length=8192)
     assert max(held) <= 2 * len(line)
     encoded.clear()
-    load = SentencePieceTokenizer.load(tokenizer_file)
+    load = load_tokenizer_file(tokenizer_file, "<mask>")
     assert len(list(packing.tokenize(read_whole(path), load, 8192))) == 20
     assert max(encoded) <= 2 * len(line)
     encoded.clear()  # 16 MiB of prompt would take a tokenizer 4 GiB, only to say that it fits in no row

@@ -5,6 +5,7 @@ import json
 import httpx
 import jax.numpy as jnp
 import pytest
+import sentencepiece
 import tokenizers
 from conftest import serving
 from etils import epath
@@ -139,8 +140,19 @@ def write_llama(path):
     return path / "tokenizer.json"
 
 
-def test_tokens_are_spelled_as_they_stand_in_a_text_whose_first_space_is_the_tokenizers_own(tmp_path):
-    tokenizer = load_tokenizer_file(write_llama(tmp_path), "<mask>")
+def write_sentencepiece(path):
+    """A model that sentencepiece trains by default, which begins every text so, too; spaces stay."""
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(["a b"] * 9), model_prefix=f"{path}/own", vocab_size=270, hard_vocab_limit=False,
+        model_type="bpe", byte_fallback=True, pad_id=3, control_symbols=["<mask>"], minloglevel=2,
+        remove_extra_whitespaces=False,
+    )  # fmt: skip
+    return path / "own.model"
+
+
+@pytest.mark.parametrize("write", [write_llama, write_sentencepiece])
+def test_tokens_are_spelled_as_they_stand_in_a_text_whose_first_space_is_the_tokenizers_own(write, tmp_path):
+    tokenizer = load_tokenizer_file(write(tmp_path), "<mask>")
     (ids,) = tokenizer.encode(["a b  a\u00e9"])
     assert tokenizer.decode(ids) == "a b  a\u00e9"
     assert tokenizer.continuation(ids) == " a b  a\u00e9"

@@ -112,9 +112,9 @@ def test_rules_of_datatrove_and_languages_leave_out_and_change_texts(tmp_path, t
     assert sum(manifest.dropped.values()) == 2
     assert manifest.dropped["gopher_quality: short_doc"] >= 1
     assert manifest.languages["en"] >= 1
-    from refusion_jax.data.tokenizer import SentencePieceTokenizer
+    from refusion_jax.data.fast_tokenizer import load_tokenizer_file
 
-    tokenizer = SentencePieceTokenizer.load(tokenizer_file)
+    tokenizer = load_tokenizer_file(tokenizer_file, "<mask>")
     found = " ".join(tokenizer.decode(response) for _, response in documents(tmp_path / "1"))
     assert "email@example.com or 22.214.171.124 or 10.0.0.1" in found
     assert found.count("@") == 2

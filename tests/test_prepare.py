@@ -92,7 +92,7 @@ def documents(path):
 
 
 def expected(tokenizer_file, pairs):
-    tokenizer = SentencePieceTokenizer.load(tokenizer_file)
+    tokenizer = load_tokenizer_file(tokenizer_file, MASK_PIECE)
     own = [tokenizer.encode(list(pair)) for pair in pairs]
     return sorted(([tokenizer.bos_id, *query], [*response, tokenizer.eos_id]) for query, response in own)
 
@@ -133,7 +133,7 @@ def test_texts_lose_no_token_however_they_are_cut(packing, tmp_path, tokenizer_f
     (tmp_path / "in" / "b.md").write_text("one two")
     manifest = make(tokenizer_file, tmp_path / "in", tmp_path / "out", text_packing=packing, row_length=32)
     assert len(manifest.shards) > 5
-    tokenizer, rows = SentencePieceTokenizer.load(tokenizer_file), PreparedRows(str(tmp_path / "out"))
+    tokenizer, rows = load_tokenizer_file(tokenizer_file, MASK_PIECE), PreparedRows(str(tmp_path / "out"))
     tokens = [t for i in range(len(rows)) for t in rows[i]["tokens"][rows[i]["segment_ids"] > 0].tolist()]
     count = collections.Counter(tokens)
     assert (count[tokenizer.bos_id], count[tokenizer.eos_id], manifest.documents) == (2, 2, 2)
@@ -190,7 +190,7 @@ def test_what_is_held_out_depends_on_the_text_alone(tmp_path, tokenizer_file):
 
 
 def test_what_is_held_out_of_texts_depends_neither_on_their_names_nor_on_their_cuts(tmp_path, tokenizer_file):
-    tokenizer = SentencePieceTokenizer.load(tokenizer_file)
+    tokenizer = load_tokenizer_file(tokenizer_file, MASK_PIECE)
     texts = [" ".join(random.Random(i).choices(WORDS, k=3000)) for i in range(20)]
     held = []
     for directory, order, shard in (("a", texts, 1 << 12), ("b/c", texts[::-1], 1 << 20), ("d", texts, 5000)):

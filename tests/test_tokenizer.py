@@ -8,6 +8,7 @@ import sentencepiece
 
 from refusion_jax import UserError
 from refusion_jax.data import tasks
+from refusion_jax.data.fast_tokenizer import load_tokenizer_file
 from refusion_jax.data.tokenizer import SentencePieceTokenizer
 
 
@@ -74,15 +75,15 @@ def test_a_vocabulary_too_small_for_the_bytes_is_refused():
 
 def test_files_that_will_not_do_are_named(tmp_path):
     with pytest.raises(UserError, match="none.model cannot be read: No such file"):
-        SentencePieceTokenizer.load(tmp_path / "none.model")
+        load_tokenizer_file(tmp_path / "none.model", "<mask>")
     (tmp_path / "text.model").write_text("not a model")
     piece = "\u2581number"
     model = SentencePieceTokenizer.train([piece[1:] + piece] * 20, 300).model
     (tmp_path / "torn.model").write_bytes(model.replace(piece.encode(), b"\xff" * len(piece.encode())))
     with pytest.raises(UserError, match="torn.model is not a sentencepiece model"):
-        SentencePieceTokenizer.load(tmp_path / "torn.model")
+        load_tokenizer_file(tmp_path / "torn.model", "<mask>")
     with pytest.raises(UserError, match="text.model is not a sentencepiece model"):
-        SentencePieceTokenizer.load(tmp_path / "text.model")
+        load_tokenizer_file(tmp_path / "text.model", "<mask>")
 
 
 @pytest.mark.parametrize(
@@ -98,7 +99,7 @@ def test_a_tokenizer_without_a_special_token_is_refused(tmp_path, options, said)
         sentence_iterator=iter(corpus()), model_prefix=str(prefix), vocab_size=80, minloglevel=2, **options
     )
     with pytest.raises(UserError, match=said):
-        SentencePieceTokenizer.load(prefix.with_suffix(".model"))
+        load_tokenizer_file(prefix.with_suffix(".model"), "<mask>")
 
 
 def test_a_mask_piece_of_another_name_is_trained_and_found_again():

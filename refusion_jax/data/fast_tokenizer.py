@@ -202,9 +202,6 @@ class FastTokenizer(Tokenizer):
     def decode(self, ids: list[int]) -> str:
         return self._tokenizer.decode(ids, skip_special_tokens=True)
 
-    def continuation(self, ids: list[int]) -> str:
-        return self.decode([*self._letter, *ids])[len(self.decode(self._letter)) :]
-
     def spelling(self, token: int) -> bytes:
         name, text = self.name_of(token), self.continuation([token])
         if "\ufffd" not in text or not _BYTES.keys() >= {*name}:  # whole characters
@@ -246,7 +243,7 @@ def load_tokenizer_file(path: epath.PathLike, mask_piece: str | int, thinking: s
     if path.suffix == ".json":
         tokenizer = FastTokenizer(path, mask_piece, THINKING[thinking])
     else:
-        tokenizer = SentencePieceTokenizer.load(path, mask_piece)
+        tokenizer = SentencePieceTokenizer(read_file(path), f"{path}", mask_piece)
     if thinking != "unset" and not tokenizer.has_chat_template:
         raise UserError(f"thinking={thinking}: {path} has no chat template that it could be given to")
     return tokenizer

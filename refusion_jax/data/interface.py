@@ -21,6 +21,7 @@ class Tokenizer(abc.ABC):
     thinking: bool | None = None  # `enable_thinking` of the chat template in training; None: it did not get that name
     has_chat_template: bool = False  # whether prompts become turns of a conversation
     left_out: dict[str, int]  # turns that the chat template left out so far, wholly or in part, by role
+    _letter: list[int]  # ids of "a"
     adds_mask: bool = False  # whether its files have no mask token, and one was added to the vocabulary
 
     @property
@@ -58,7 +59,7 @@ class Tokenizer(abc.ABC):
 
     def continuation(self, ids: list[int]) -> str:
         """Text of token ids as it follows other text: some tokenizers' `decode` takes the space off a beginning."""
-        return self.decode(ids)
+        return self.decode([*self._letter, *ids])[len(self.decode(self._letter)) :]
 
     @abc.abstractmethod
     def spelling(self, token: int) -> bytes:

@@ -5,11 +5,9 @@ import re
 from collections.abc import Iterable
 
 import sentencepiece
-from etils import epath
 
 from refusion_jax.cli.errors import UserError
 from refusion_jax.data.interface import Tokenizer
-from refusion_jax.distributed.storage import read_file
 
 MASK_PIECE = "<mask>"
 _LONGEST_LINE = 2048  # characters; longer lines of the corpus are cut
@@ -19,8 +17,9 @@ _MOST_LINES = 500_000  # enough for any vocabulary of ours; more only takes long
 class SentencePieceTokenizer(Tokenizer):
     """A sentencepiece model with the four special tokens.
 
-    Encoding loses nothing (unknown characters become byte pieces) but for U+2581, which sentencepiece itself uses for
-    the space. Special tokens are never produced from text: "<mask>" in a document is six ordinary characters.
+    By a model of `train` encoding loses nothing (unknown characters become byte pieces) but for U+2581, which
+    sentencepiece itself uses for the space. Special tokens are never produced from text: "<mask>" in a document is six
+    ordinary characters.
     """
 
     def __init__(self, model: bytes, origin: str, mask_piece: str | int = MASK_PIECE):
@@ -47,11 +46,7 @@ class SentencePieceTokenizer(Tokenizer):
         for name in ("bos", "eos", "pad"):
             if getattr(self, f"{name}_id") < 0:
                 raise UserError(f"{origin} has no {name} token; train it with {name}_id set")
-
-    @classmethod
-    def load(cls, path: epath.PathLike, mask_piece: str | int = MASK_PIECE) -> "SentencePieceTokenizer":
-        """Reads a model file; UserError where there is none."""
-        return cls(read_file(path), str(path), mask_piece)
+        (self._letter,) = self.encode(["a"])
 
     @classmethod
     def train(cls, texts: Iterable[str], vocab_size: int, mask_piece: str = MASK_PIECE) -> "SentencePieceTokenizer":
