@@ -1,8 +1,10 @@
 """What serves requests, without HTTP: rows shared by callers, and text that is told once it is certain."""
 
 import dataclasses
+import gc
 import math
 import threading
+import weakref
 
 import hypothesis
 import jax
@@ -286,12 +288,16 @@ def test_an_admission_that_fails_takes_only_the_requests_in_it(engine, monkeypat
 def test_a_device_that_goes_on_failing_ends_the_engine_and_tells_everybody(engine, monkeypatch):
     engine, *_ = engine
     told = Told()
-    monkeypatch.setattr(queue.RunningBatch, "look", lambda batch: 1 / 0)
+    caches = weakref.WeakSet()
+    monkeypatch.setattr(queue.RunningBatch, "look", lambda batch: caches.add(batch) or 1 / 0)
     engine.submit([told.job(i, request_of(engine, [BOS, 5], 8)) for i in range(5)])
     assert told.wait(5) == ["failed"] * 5
     wait_until(lambda: engine.failure)
     with pytest.raises(BusyError, match="about to end"):
         engine.submit([told.job(9, request_of(engine, [BOS, 5], 8))])
+    engine._thread.join()
+    gc.collect()
+    assert not caches
 
 
 def test_drafts_are_counted_as_the_forwards_tell_them():

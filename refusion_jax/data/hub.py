@@ -7,8 +7,10 @@ PREFIX = "hf://datasets/"
 
 def pinned(pattern: str) -> str:
     """The pattern at the commit that the revision, or main, is now, so that its files stay the same."""
-    if not pattern.startswith(PREFIX):
+    if not pattern.startswith("hf://"):
         return pattern
+    if not pattern.startswith(PREFIX):
+        raise UserError(f"--input={pattern}: is no data set; those are {PREFIX}ORG/NAME")
     with needs("hub"):
         from huggingface_hub import HfApi, HfFileSystem
     try:

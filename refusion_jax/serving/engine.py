@@ -77,7 +77,8 @@ class Engine:
         """
         self.settings, self._config = settings.for_model(model.config), model.config
         if self.settings.new_tokens >= settings.cache_length:
-            settings.refuse("max_new_tokens", f"leaves no room for a prompt in a cache of {settings.cache_length}")
+            why = f"{self.settings.new_tokens} tokens leave no room for a prompt in a cache of {settings.cache_length}"
+            settings.refuse("max_new_tokens", why)
         whole = self.settings.multiple  # tokens that a decoder writes at once, where a single one is asked for, too
         self._compiled = dataclasses.replace(self.settings, cache_length=settings.cache_length - 1 + whole)
         shortest = dataclasses.replace(self.settings, max_new_tokens=whole)
@@ -206,7 +207,7 @@ class Engine:
                 except Exception as error:  # noqa: BLE001  whatever the device may say
                     self._begin_anew(error)
         except Exception as error:  # noqa: BLE001  nothing can be decoded any more
-            self.failure = error
+            self.failure, self._batch = error.with_traceback(None), None  # neither keeps the cache
             self._fail_all(error)
             self._failed()
             self._started.set()
