@@ -111,6 +111,8 @@ def test_adapters_are_trained_alone_saved_alone_and_merged_on_export(source, tmp
 
     _, err = run("convert", "--format=peft", f"--from={tmp_path}/run", f"--to={tmp_path}/peft", code=2)
     assert "--format=peft holds adapters alone, and attention_norm was trained, too" in err
+    with (tmp_path / "run" / "metrics.jsonl").open("a") as metrics:
+        metrics.write('{"step": 5, "lo')  # as a kill leaves it
     run("convert", "--format=huggingface", f"--from={tmp_path}/run", f"--to={tmp_path}/export")
     card = (tmp_path / "export" / "README.md").read_text()
     assert f"`objective=refusion` from {source} on `" in card

@@ -6,7 +6,7 @@ from etils import epath
 
 from refusion_jax.config import default_config, flatten
 from refusion_jax.config.run_config import read_config
-from refusion_jax.distributed.json_files import read_json_lines
+from refusion_jax.distributed.append_log import read_log
 from refusion_jax.systems.registry import systems
 
 
@@ -15,8 +15,8 @@ def model_card(workdir: epath.Path, step: int, name: str) -> str:
     config = read_config(workdir)
     own, defaults = (flatten(json.loads(c.to_json())) for c in (config, default_config()))
     settings = {key: value for key, value in own.items() if value != defaults.get(key)}
-    metrics, scores = workdir / "metrics.jsonl", {}
-    for _, record in read_json_lines(metrics) if metrics.exists() else ():
+    scores = {}
+    for record in read_log(workdir / "metrics.jsonl"):
         if record.get("step", 0) <= step:  # the newest of each
             scores |= {key: value for key, value in record.items() if key == "loss" or key.startswith("eval_")}
     theirs = "`transformers` knows its layers, and decodes it left to right."
