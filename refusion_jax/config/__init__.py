@@ -157,8 +157,8 @@ def read_decode(c: ml_collections.ConfigDict) -> tuple[str, dict[str, Any]]:
 
 def _check_keys(c: ml_collections.ConfigDict) -> None:
     """Refuses a config file that invents a key or leaves one out (another type ml_collections refuses by itself)."""
-    known, given = flatten(default_config().to_dict()), flatten(c.to_dict())
-    for found, what in ((given.keys() - known, "is no config key"), (known.keys() - given, "is missing")):
+    known, given = keys().keys(), flatten(c.to_dict()).keys()
+    for found, what in ((given - known, "is no config key"), (known - given, "is missing")):
         if found:
             raise UserError(
                 f"--config: {min(found)} {what}; config files start from refusion_jax.config.default_config()"

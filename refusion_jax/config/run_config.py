@@ -12,6 +12,7 @@ from refusion_jax.checkpoints.run_directory import write_model_config
 from refusion_jax.cli.errors import UserError, first_line
 from refusion_jax.cli.paths import is_remote
 from refusion_jax.config import CHANGEABLE, RESUMABLE, default_config, flatten
+from refusion_jax.config.keys import keys
 from refusion_jax.data.interface import Tokenizer
 from refusion_jax.data.manifest import is_prepared
 from refusion_jax.distributed.json_files import read_json
@@ -82,7 +83,7 @@ def read_config(workdir: epath.Path) -> ml_collections.ConfigDict:
             config.update(content)
     except (ValueError, TypeError, KeyError, AttributeError, OverflowError) as error:  # what ml_collections says
         raise UserError(f"{path} cannot be read: {first_line(error)}") from error
-    read = flatten(json.loads(config.to_json()))
-    if null := next((key for key in flatten(json.loads(default_config().to_json())) if read.get(key) is None), None):
+    read = flatten(config.to_dict())
+    if null := next((key for key in keys() if read.get(key) is None), None):
         raise UserError(f"{path} cannot be read: {null} is null")  # which ml_collections lets pass
     return config
