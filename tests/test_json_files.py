@@ -59,8 +59,8 @@ def test_what_is_not_of_the_type_is_one_line_that_names_file_and_field(tmp_path,
 
 def test_lines_end_at_a_newline_only_and_the_bad_one_is_named(tmp_path):
     path = tmp_path / "x.jsonl"
-    path.write_bytes('\ufeff\n"a\u2028b\u2029c\x85d"\n \n"x"\r\n"last"'.encode())
-    assert list(read_json_lines(path, str)) == [(2, "a\u2028b\u2029c\x85d"), (4, "x"), (5, "last")]
+    path.write_bytes('\ufeff\n{"a": "\u2028b\u2029c\x85d"}\n \n{"x": 1}\r\n{}'.encode())
+    assert list(read_json_lines(path)) == [(2, {"a": "\u2028b\u2029c\x85d"}), (4, {"x": 1}), (5, {})]
     path.write_bytes(b'{"a": 1}\n\n{"a": 1')
     with pytest.raises(UserError, match=f"^{path}:3: Invalid JSON: EOF"):
         list(read_json_lines(path))

@@ -32,8 +32,8 @@ def read_json(
     return parse_json(read_file(path), kind, f"{path} cannot be read", extra)
 
 
-def read_json_lines(path: epath.PathLike, kind: type[_T] = dict[str, Any]) -> Iterator[tuple[int, _T]]:
-    """(number from 1, value) of each line of a file that is not blank.
+def read_json_lines(path: epath.PathLike) -> Iterator[tuple[int, dict[str, Any]]]:
+    """(number from 1, object) of each line of a file that is not blank.
 
     Lines end at a newline only: U+2028, U+2029 and U+0085 may stand inside a string.
     """
@@ -43,7 +43,7 @@ def read_json_lines(path: epath.PathLike, kind: type[_T] = dict[str, Any]) -> It
                 if len(line) == LINE and not line.endswith(b"\n"):
                     raise UserError(f"{path}:{number}: a line of more than {LINE >> 20} MiB")
                 if line.removeprefix(codecs.BOM_UTF8).strip():
-                    yield number, parse_json(line, kind, f"{path}:{number}")
+                    yield number, parse_json(line, dict[str, Any], f"{path}:{number}")
     except OSError as error:
         raise UserError(f"{path} cannot be read: {error.strerror or error}") from error
 
