@@ -43,11 +43,37 @@ def ended(error, capsys) -> tuple[int, str]:
         (OSError(errno.ENOENT, "No such file or directory", "x"), 2, "error: x: No such file or directory\n"),
         (OSError(errno.ENOSPC, "No space left on device"), 1, "error: the output: No space left on device\n"),
         (RuntimeError("x: File too large (27)"), 1, "error: File too large: x: File too large (27)\n"),
-        (KeyboardInterrupt(), 130, "error: interrupted\n"),
     ],
 )
 def test_whatever_goes_wrong_is_one_line_and_the_code_of_whose_fault_it_is(error, code, said, capsys):
     assert ended(error, capsys) == (code, said)
+
+
+COMPILING = """
+import signal, time
+import jax
+from refusion_jax.cli import command
+
+def many(x):
+    for _ in range(60):
+        x = jax.numpy.sort(jax.numpy.sin(x))
+    return x
+
+def main():
+    lowered = jax.jit(many).lower(jax.numpy.ones(1000))
+    signal.signal(signal.SIGALRM, signal.default_int_handler)
+    signal.setitimer(signal.ITIMER_REAL, 0.1)
+    lowered.compile()
+    time.sleep(600)
+
+command.guard(main)
+"""
+
+
+def test_an_interrupt_ends_a_command_in_one_line_while_it_compiles():
+    """Python's own end would wait for the compiler, and then crash."""
+    ended = subprocess.run([sys.executable, "-c", COMPILING], cwd=ROOT, capture_output=True, text=True)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (130, "", "error: interrupted\n")
 
 
 @pytest.mark.parametrize(

@@ -205,6 +205,8 @@ def _end(error: Exception | None, code: int, cause: BaseException | None = None)
         nowhere = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nowhere, 1)
         os.close(nowhere)
+    if code == 130:
+        os._exit(code)  # Python would wait for what XLA still compiles, and then crash (jaxlib 0.10.2)
     sys.exit(code)
 
 
@@ -224,8 +226,7 @@ def _unforeseen(error: BaseException) -> str:
                 file.write(f"{shlex.join(sys.argv)}\n\n")
                 traceback.print_exception(error, file=file)
             hint = f"the full trace is in {file.name}, and --traceback prints it"
-    what = first_line(error)
-    name = type(error).__name__
+    what, name = first_line(error), type(error).__name__
     return f"{command} failed: {name if what == name else f'{name}: {what}'} ({hint})"
 
 
@@ -350,5 +351,4 @@ def explain(error: Exception) -> None:
     line = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in " ".join(lines))
     if len(line) > _LONGEST_LINE:  # a name that is too long stands before what is wrong with it
         line = f"{line[: _LONGEST_LINE // 2]}...{line[-_LONGEST_LINE // 2 :]}"
-    if sys.stderr:  # else it would go to stdout
-        print("error:", line, file=sys.stderr, flush=True)
+    print("error:", line, file=sys.stderr, flush=True)
