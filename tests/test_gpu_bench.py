@@ -3,6 +3,7 @@
 import json
 from pathlib import Path
 
+import jax
 import pytest
 from absl import flags
 from conftest import run
@@ -41,6 +42,12 @@ def test_a_part_that_fails_is_told_and_the_others_are_measured(tmp_path, monkeyp
     section = (tmp_path / "out" / "section.md").read_text()
     assert "| first | RuntimeError: RESOURCE_EXHAUSTED: out / of memory |" in section
     assert "| part | largest error |\n| --- | --- |\n| logits | 0.5 |" in section
+
+
+def test_the_use_of_several_devices_is_that_of_their_peaks_together(monkeypatch):
+    monkeypatch.setattr(gpu, "peak_flops", lambda kind: 1e12)
+    monkeypatch.setattr(gpu, "step_costs", lambda config: (2.0, 8e12))
+    assert gpu.trained("tiny")[0]["mfu"] == 4 / jax.device_count() == 0.5
 
 
 @pytest.mark.slow

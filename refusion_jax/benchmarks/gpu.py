@@ -176,7 +176,7 @@ def trained(size: str) -> list[dict]:
     peak = peak_flops(jax.devices()[0].device_kind)
     record = {"size": size, "batch_size": config.batch_size, "row_length": config.row_length, "remat": config.remat}
     record |= {"ms": 1e3 * seconds, "tokens_per_second": tokens / seconds}
-    return [record | {"mfu": peak and flops / seconds / peak}]
+    return [record | {"mfu": peak and flops / seconds / (peak * jax.device_count())}]
 
 
 def step_costs(config: ml_collections.ConfigDict) -> tuple[float, float]:
