@@ -117,8 +117,7 @@ class BlockForcing(Objective):
 
 def response_blocks(rows: Rows, length: int) -> Int32[Array, "B T"]:
     """0 in prompts, then 1, 2, ... for the blocks of each response."""
-    prompt = per_document_sum((rows.segment_ids > 0) & ~rows.is_response, rows.segment_ids)
-    return jnp.where(rows.is_response, 1 + (text_positions(rows.segment_ids) - prompt) // length, 0)
+    return jnp.where(rows.is_response, 1 + text_positions(2 * rows.segment_ids + rows.is_response) // length, 0)
 
 
 @dataclasses.dataclass(frozen=True)

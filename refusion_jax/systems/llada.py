@@ -115,7 +115,9 @@ class Denoise(masked.OnSchedule):
     merge: int
 
     def fed(self, s: masked.MaskedText) -> Bool[Array, "B C"] | None:
-        return fed_places(s, (s.block + 1) * masked.block_length(s), self.merge) if self.merge > 1 else None
+        if self.merge == 1:
+            return None
+        return fed_places(s, (s.block(self.ids.mask_id) + 1) * masked.block_length(s), self.merge)
 
 
 def fed_places(s: masked.MaskedText, after: Int32[Array, "B"], merge: int) -> Bool[Array, "B C"]:

@@ -26,7 +26,7 @@ from refusion_jax.cli.errors import UserError
 from refusion_jax.decoding import settings as shared
 from refusion_jax.decoding.decoder import Decoder, Proposal, RowState
 from refusion_jax.decoding.reference import ReferenceDecoder
-from refusion_jax.decoding.requests import Layout, Places, Request, most_new_tokens, text_capacity
+from refusion_jax.decoding.requests import Layout, Request, most_new_tokens, text_capacity
 from refusion_jax.decoding.sampling import put
 from refusion_jax.decoding.settings import TokenIds
 from refusion_jax.model.shape import ModelConfig
@@ -41,17 +41,22 @@ class MaskedText(RowState):
 
     text: Int32[Array, "B C"]  # the mask token wherever nothing is committed
     length: Int32[Array, "B"]  # of the text
-    block: Int32[Array, "B"]  # that is decoded, for decoders with blocks
-
-    @classmethod
-    def start_text(cls, layout: Layout, keys: Key[Array, "B"], at_once: int, mask_id: int, **own: Any) -> Self:
-        block = jnp.zeros_like(layout.given.length)
-        return super().start_text(layout, keys, at_once, mask_id, block=block, **own)
 
     @property
     def first(self) -> Int32[Array, "B"]:
         """The place after what is given, where there are no gaps before given text."""
         return self.length - self.places.count
+
+    def first_of(self, token: int) -> Int32[Array, "B"]:
+        """Which of the places to decode is the first with this token; N where none is."""
+        index = jnp.arange(self.places.position.shape[1])[None]
+        tokens = jnp.take_along_axis(self.text, self.places.position, axis=1)
+        found = (tokens == token) & (index < self.places.count[:, None])
+        return jnp.min(jnp.where(found, index, index.shape[1]), axis=1)
+
+    def block(self, mask_id: int) -> Int32[Array, "B"]:
+        """The block that is decoded: that of the first mask."""
+        return self.first_of(mask_id) // jnp.maximum(block_length(self), 1)
 
 
 class Window(NamedTuple):
@@ -59,10 +64,6 @@ class Window(NamedTuple):
 
     position: Int32[Array, "B K"]  # in the text
     masked: Bool[Array, "B K"]  # in the window and not yet committed
-
-    def is_filled_by(self, chosen: Bool[Array, "B K"]) -> Bool[Array, "B"]:
-        """Whether no mask is left in it once these are committed."""
-        return ~jnp.any(self.masked & ~chosen, axis=1)
 
 
 class MaskedSettings(shared.Settings):
@@ -106,8 +107,7 @@ class MaskedDecoder(Decoder):
         logits = denoise(model, s, w.position, self.shifted, self.fed(s))
         proposal = s.propose(logits, w.position, w.masked, self.ids)
         chosen = self.chosen(s, w, proposal)
-        after = commit(s, w, proposal.token, chosen, self.ids, s.active)
-        return after.replace(block=s.block + (s.active & w.is_filled_by(chosen)))
+        return commit(s, w, proposal.token, chosen, self.ids, s.active)
 
     @abc.abstractmethod
     def chosen(self, s: MaskedText, w: Window, proposal: Proposal) -> Bool[Array, "B K"]:
@@ -119,7 +119,7 @@ class MaskedDecoder(Decoder):
     def window(self, s: MaskedText) -> Window:
         """The places of each row's block."""
         length = block_length(s)
-        return window(s, self.ids, self.block_length, s.block * length, length)
+        return window(s, self.ids, self.block_length, s.block(self.ids.mask_id) * length, length)
 
 
 class OnSchedule(MaskedDecoder):
@@ -201,25 +201,14 @@ def commit(
       took_part: the active rows that this forward served.
     """
     committed = committed & w.masked & took_part[:, None]
-    text = put(s.text, jnp.where(committed, w.position, s.text.shape[1]), chosen)
-    return s.replace(
-        text=text,
+    after = s.replace(
+        text=put(s.text, jnp.where(committed, w.position, s.text.shape[1]), chosen),
         record=s.record.append_where(committed, chosen, w.position),
-        active=s.active & ~is_complete(text, s.places, ids),
         forwards=s.forwards + took_part,
     )
-
-
-def is_complete(text: Int32[Array, "B C"], places: Places, ids: TokenIds) -> Bool[Array, "B"]:
-    """Whether no mask is left before the first EOS, or none at all: the answer cannot change any more."""
-    index = jnp.arange(places.position.shape[1])[None]
-    tokens = jnp.take_along_axis(text, places.position, axis=1)
-
-    def first(token):
-        found = (tokens == token) & (index < places.count[:, None])
-        return jnp.min(jnp.where(found, index, index.shape[1]), axis=1)
-
-    return (first(ids.mask_id) == index.shape[1]) | (first(ids.eos_id) < first(ids.mask_id))
+    # Without a mask before the first EOS, or any, the answer cannot change any more.
+    left, N = after.first_of(ids.mask_id), s.places.position.shape[1]
+    return after.replace(active=s.active & (left < N) & (left < after.first_of(ids.eos_id)))
 
 
 def fill(
