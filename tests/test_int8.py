@@ -60,8 +60,9 @@ def test_weights_and_cache_of_an_8b_model_are_half_of_bfloat16s():
     assert kv.bytes_per_token(c, jnp.dtype("int8")) / kv.bytes_per_token(c, jnp.dtype("bfloat16")) < 0.52
 
 
-def test_a_cache_in_int8_holds_what_the_estimate_says():
-    model = tiny_model().rounded(cache="int8")
+@pytest.mark.parametrize("dtype", ["int8", "int4"])
+def test_a_rounded_cache_holds_what_the_estimate_says(dtype):
+    model = tiny_model(head_dim=64).rounded(cache=dtype)  # two groups of int4, with a scale each
     cache = kv.Cache.empty(model, 3, 10)
     assert isinstance(cache.entries.keys, Int8Array)
     assert nbytes(cache.entries) == 30 * kv.bytes_per_token(model.config, model.cache_dtype)

@@ -48,9 +48,8 @@ def stored(new: KeyValues) -> KeyValues:
 
 def bytes_per_token(model: ModelConfig, dtype: jnp.dtype) -> int:
     """Bytes that one token of one row takes in a cache of this dtype."""
-    per_head = model.head_dim * jnp.dtype(dtype).itemsize
-    per_head += jnp.dtype(jnp.float32).itemsize * (dtype == jnp.int8)  # its scale
-    return model.num_hidden_layers * 2 * model.num_key_value_heads * per_head
+    entry = jax.eval_shape(lambda: KeyValues.empty(model, jnp.dtype(dtype), 1, 1))
+    return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(entry))
 
 
 def prefill(model: Transformer, given: Given, chunk_length: int, block_size: int = 1) -> Cache:

@@ -13,8 +13,9 @@ from jaxtyping import Array, Bool, Float, Int32
 
 from refusion_jax.distributed import sharding
 from refusion_jax.model.attention import cached_attention
-from refusion_jax.model.int8 import Int8Array, is_int8, stored_like
+from refusion_jax.model.int8 import Int4Array, Int8Array, is_int8, stored_like
 from refusion_jax.model.ragged import Ragged
+from refusion_jax.model.shape import ModelConfig
 
 # Attention over a cache is compiled for all of its entries, a half and a quarter of them: most rows are far from full.
 _KEY_COUNTS, _LEAST_KEYS = 3, 32
@@ -34,6 +35,16 @@ class KeyValues:
 
     keys: Float[Array, "*L B _ _ H"] | Int8Array
     values: Float[Array, "*L B _ _ H"] | Int8Array
+
+    @classmethod
+    def empty(cls, c: ModelConfig, dtype: jnp.dtype, rows: int, capacity: int) -> "KeyValues":
+        """Entries of a cache that mean nothing yet, [L, B, K, C, H], with room for C tokens of every row."""
+        shape = (c.num_hidden_layers, rows, c.num_key_value_heads, capacity, c.head_dim)
+        zeros = jnp.zeros(shape, dtype)
+        if dtype in (jnp.int8, jnp.int4):
+            kind = Int8Array if dtype == jnp.int8 else Int4Array
+            zeros = jax.tree.map(jnp.zeros_like, jax.eval_shape(lambda: kind.of(jnp.zeros(shape), [-1])))
+        return cls(zeros, zeros)
 
 
 def attend_over(

@@ -120,13 +120,7 @@ class Transformer(nnx.Module):
 
     def empty_cache(self, rows: int, capacity: int) -> KeyValues:
         """Entries that mean nothing yet, of `cache_dtype`, as `extend` takes them."""
-        c = self.config
-        shape = (c.num_hidden_layers, rows, c.num_key_value_heads, capacity, c.head_dim)
-        zeros = jnp.zeros(shape, self.cache_dtype)
-        if self.cache_dtype in (jnp.int8, jnp.int4):
-            kind = Int8Array if self.cache_dtype == jnp.int8 else Int4Array
-            zeros = jax.tree.map(jnp.zeros_like, jax.eval_shape(lambda: kind.of(jnp.zeros(shape), [-1])))
-        return KeyValues(zeros, zeros)
+        return KeyValues.empty(self.config, self.cache_dtype, rows, capacity)
 
     def hidden(
         self, tokens: Int32[Array, "B T"], positions: Int32[Array, "B T"], visibility: Visibility

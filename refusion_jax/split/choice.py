@@ -25,6 +25,7 @@ import numpy as np
 from flax import nnx
 
 from refusion_jax.cli.errors import UserError
+from refusion_jax.decoding.cache import bytes_per_token
 from refusion_jax.decoding.decoder import Decoder
 from refusion_jax.model.flops import weights_in_layers
 from refusion_jax.model.key_values import attend_over
@@ -110,10 +111,12 @@ class Setup:
 
     def candidates(self, decoder: type[Decoder]) -> list[Candidate]:
         """All places to cut the model, at all precisions."""
-        wanted, found = self.wanted, []
+        wanted, found, dtypes = self.wanted, [], (f"float{8 * self.wanted.itemsize}", *BITS)
+        one_layer = dataclasses.replace(self.config, num_hidden_layers=1)
+        of_layer = {cache: bytes_per_token(one_layer, dtype) for cache, dtype in zip(PRECISIONS, dtypes, strict=True)}
         for layers in range(1, self.config.num_hidden_layers):
             for weights, cache, codec, fed in itertools.product(PRECISIONS, PRECISIONS, CODECS, decoder.typical):
-                weight_bytes, token_bytes = self._device_bytes(layers, weights, cache)
+                weight_bytes, token_bytes = self._weight_bytes(layers, weights), layers * of_layer[cache]
                 parts, answer = self.seconds(layers, codec, decoder.typical[fed], fed)
                 room = int(max(wanted.memory - weight_bytes, 0) // token_bytes)
                 memory = weight_bytes + (wanted.prompt + wanted.new_tokens) * token_bytes
@@ -133,16 +136,12 @@ class Setup:
         for_token = (each + _PLACE) / network.bandwidth + self.device.each * layers + self.server.each * rest
         return parts, sum(parts.values()) * self.wanted.new_tokens / tokens + self.wanted.prompt * for_token
 
-    def _device_bytes(self, layers: int, weights: str, cache: str) -> tuple[float, float]:
-        """Bytes on the device: (embedding, output head and the first layers; a token in their cache)."""
-        c, itemsize = self.config, self.wanted.itemsize
-        each = BITS[weights] / 8 if weights in BITS else itemsize
+    def _weight_bytes(self, layers: int, weights: str) -> float:
+        """Bytes of the embedding, the output head and the first layers, on the device."""
+        c = self.config
+        each = BITS[weights] / 8 if weights in BITS else self.wanted.itemsize
         outside = c.vocab_size * c.hidden_size * (1 if c.tie_word_embeddings else 2)
-        inside = weights_in_layers(c, c.num_experts) * layers / c.num_hidden_layers
-        numbers = 2 * layers * c.num_key_value_heads * c.head_dim
-        bits = {"int8": 8, "int4": 4}
-        scales = 2 * layers * c.num_key_value_heads * 4 if cache in bits else 0
-        return each * (outside + inside), numbers * (bits[cache] / 8 if cache in bits else itemsize) + scales
+        return each * (outside + weights_in_layers(c, c.num_experts) * layers / c.num_hidden_layers)
 
 
 def choose(found: Sequence[Candidate], wanted: Wanted) -> tuple[list[Candidate], Candidate, str]:

@@ -20,6 +20,7 @@ from jax.experimental import io_callback
 from jaxtyping import Array, Bool, Float, Int32
 
 from refusion_jax.cli.errors import UserError
+from refusion_jax.decoding.cache import bytes_per_token
 from refusion_jax.decoding.prefixes import Newcomers
 from refusion_jax.decoding.queue import Progress, RunningBatch
 from refusion_jax.model.key_values import KeyValues, attend_over
@@ -121,8 +122,7 @@ class Upper:
 
     def cache_bytes(self, rows: int, capacity: int) -> int:
         """Bytes that a batch takes."""
-        shapes = jax.eval_shape(lambda: self._part.empty_cache(rows, capacity))
-        return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(shapes))
+        return rows * capacity * bytes_per_token(self._part.config, self._part.cache_dtype)
 
     def __call__(
         self, packing: Packing, caches: Sequence[KeyValues], arrays: Sequence[tuple[np.ndarray, ...]]
