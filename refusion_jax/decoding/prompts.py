@@ -51,15 +51,13 @@ def read_request(item: dict, tokenizer: Tokenizer | None, settings: Settings, wh
     """The request of one line; UserError names the line, the key at fault and what it must be."""
     given, template = {"prompt", "prompt_ids"} & set(item), item.get("template", [])
     prompt = item[min(given)] if given else None
-    is_prompt = isinstance(prompt, str) if given == {"prompt"} else _is_id_list(prompt)
+    is_prompt = isinstance(prompt, str) if given == {"prompt"} else is_id_list(prompt)
     if len(given) > 1 or not (is_prompt or prompt is None and template):
         raise UserError(
             f'{where}: must be {{"prompt": "text"}} or {{"prompt_ids": [ids]}}, '
             f'{{"template": ["text", 40, "text"]}}, or both'
         )
-    if not isinstance(template, list) or not all(
-        isinstance(x, str) or _is_int32(x) or _is_id_list(x) for x in template
-    ):
+    if not isinstance(template, list) or not all(isinstance(x, str) or _is_int32(x) or is_id_list(x) for x in template):
         raise UserError(f"{where}: template must list given texts (or lists of ids) and lengths of gaps")
     own = item.get("decode", {})
     changeable = scope(type(settings), "row")
@@ -130,7 +128,8 @@ def _need(tokenizer: Tokenizer | None, where: str) -> None:
         raise UserError(f"{where}: this model came without a tokenizer; give ids instead of text")
 
 
-def _is_id_list(value: object) -> bool:
+def is_id_list(value: object) -> bool:
+    """Whether a value from JSON is a list of numbers that could be token ids."""
     return isinstance(value, list) and all(map(_is_int32, value))
 
 

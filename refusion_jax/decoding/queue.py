@@ -71,7 +71,7 @@ def stream(
       UserError: where an answer cannot go on.
     """
     rows = batch_rows(len(requests), batch_size, mesh_of(model))
-    kept = -(-rows // _KEPT) * decoder.cache_length if len(requests) > 1 and decoder.copies_prefix else 0
+    kept = -(-rows // _KEPT) * decoder.cache_length if len(requests) > 1 else 0
     blocks = kept // decoder.prefix_block if kept and kept <= room_besides(model, mesh_of(model), rows, decoder) else 0
     batch = (batch_type or RunningBatch)(model, decoder, requests[0], rows, blocks)
     batch.recorded = LOOK if record else 0
@@ -166,7 +166,7 @@ class RunningBatch:
           decoder: with sizes that serve all requests.
           like: any request; only its structure as arrays matters.
           rows: B, in whole shards.
-          blocks: of what prompts begin with, that are kept for others.
+          blocks: of what prompts begin with, that are kept for others, if the decoder copies them.
           counts_drafts: whether `Progress` has drafts.
         """
         graphdef, params = nnx.split(model)

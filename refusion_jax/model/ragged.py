@@ -25,22 +25,22 @@ class Ragged:
     width: int  # T
     shards: int  # S
     tile: int  # Q
+    fed: Int32[Array, "B"]  # tokens of each row
     row: Int32[Array, "S M"] | None = None  # row of each tile in its shard; None: every row is a tile
     source: Int32[Array, "S N"] | None = None  # index of each packed token: row of the shard * T + place in the row
     place: Int32[Array, "S _ T"] | None = None  # packed index of each place of the rows; undefined for padding
-    length: Int32[Array, "B"] | None = None  # tokens of each row; None: T
 
     @classmethod
     def whole(cls, rows: int, width: int) -> "Ragged":
         """No packing: every row is one tile and one shard, [B, T]."""
-        return cls(rows, width, rows, width)
+        return cls(rows, width, rows, width, jnp.full((rows,), width, jnp.int32))
 
     @classmethod
     def of(cls, length: Int32[Array, "B"], width: int, tile: int, tiles: int, shards: int) -> "Ragged":
         """Packs the leading `length` tokens of every row: at most T each, and at most M tiles in each shard."""
         B, T, Q = len(length), width, tile
         if (tile, tiles) == (width, B // shards):
-            return cls(B, T, shards, T, length=length)
+            return cls(B, T, shards, T, length)
         each = -(-length.reshape(shards, -1) // Q)  # [S, B/S] tiles
         end = jnp.cumsum(each, axis=1, dtype=jnp.int32)
         start = end - each
@@ -50,11 +50,7 @@ class Ragged:
         first = (index - jnp.take_along_axis(start, row, axis=1)) * Q
         column = jnp.minimum(first[:, :, None] + jnp.arange(Q)[None, None], T - 1)
         place = jnp.minimum(start[:, :, None] * Q + jnp.arange(T)[None, None], tiles * Q - 1)
-        return cls(B, T, shards, Q, row, (row[:, :, None] * T + column).reshape(shards, -1), place, length)
-
-    @property
-    def fed(self) -> Int32[Array, "B"]:
-        return jnp.full((self.rows,), self.width, jnp.int32) if self.length is None else self.length
+        return cls(B, T, shards, Q, length, row, (row[:, :, None] * T + column).reshape(shards, -1), place)
 
     def pack(self, x: Shaped[Array, "B T ..."]) -> Shaped[Array, "S N ..."]:
         """Packs tokens; padding repeats other tokens."""

@@ -230,8 +230,7 @@ class Transformer(nnx.Module):
         for layers in stacks:  # one of all layers, but on one CPU one of each: see one_cpu.py
             x, own, load = layers(x, rotations, attend, self.remat, self.quantization, is_real)
             kept.append(own)
-        joined = jax.tree.map(lambda *parts: jnp.concatenate(parts), *kept) if len(kept) > 1 else kept[0]
-        return x, joined, load
+        return x, jax.tree.map(lambda *parts: jnp.concatenate(parts), *kept), load
 
     def normed(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
         """What the output head reads, of what the layers give."""

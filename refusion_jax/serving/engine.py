@@ -342,4 +342,4 @@ def _kept_blocks(model: Transformer, decoder: Decoder, rows: int, most: int | No
     tokens = min(rows * decoder.cache_length, room_besides(model, mesh_of(model), rows, decoder) // 4)
     if most is not None:
         tokens = most * shard_count(mesh_of(model), "heads") // bytes_per_token(model.config, model.cache_dtype)
-    return tokens // decoder.prefix_block if decoder.copies_prefix else 0
+    return tokens // decoder.prefix_block

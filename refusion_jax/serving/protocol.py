@@ -4,6 +4,7 @@ from typing import Any, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
+from refusion_jax.decoding.prompts import is_id_list
 from refusion_jax.serving.conversation import MOST_PARTS, Message, NamedTool, Tool
 from refusion_jax.serving.strict import Strict
 
@@ -139,10 +140,12 @@ class Completion(_Body):
     @field_validator("prompt")
     @classmethod
     def _prompts_are_texts_or_ids(cls, prompt: Any) -> list[str | list[int]]:
-        prompts = [prompt] if isinstance(prompt, str) or _is_ids(prompt) else prompt
+        prompts = [prompt] if isinstance(prompt, str) or (prompt and is_id_list(prompt)) else prompt
         if isinstance(prompts, list) and len(prompts) > _MOST_CHOICES:  # before each is looked at
             raise ValueError(f"at most {_MOST_CHOICES} are served at once")
-        if not isinstance(prompts, list) or not all(isinstance(one, str) or _is_ids(one) for one in prompts):
+        if not isinstance(prompts, list) or not all(
+            isinstance(one, str) or (one and is_id_list(one)) for one in prompts
+        ):
             raise ValueError("must be a text, a list of token ids, or a list of either")
         if not prompts:
             raise ValueError("must hold a prompt")
@@ -229,7 +232,3 @@ class Detokenize(Strict):
 
     tokens: list[int] = Field(fail_fast=True)
     model: str | None = None
-
-
-def _is_ids(value: Any) -> bool:
-    return isinstance(value, list) and bool(value) and all(type(x) is int and -(2**31) <= x < 2**31 for x in value)

@@ -142,7 +142,7 @@ class Upper:
 
 def _forward(graphdef, params, packing: Packing, caches: list[KeyValues], x, positions, visible, length, fed):
     part, ragged = nnx.merge(graphdef, params), packing.ragged(fed)
-    cached = caches[0] if len(caches) == 1 else jax.tree.map(lambda *parts: jnp.concatenate(parts, 1), *caches)
+    cached = jax.tree.map(lambda *parts: jnp.concatenate(parts, 1), *caches)
     first, over = _first_layer(part), attend_over(cached, length, visible, ragged)
 
     def attend(q, k, v, number):

@@ -159,8 +159,7 @@ class SlidingWindow(Continuer):
 
 def entropy(logits: Float32[Array, "B T V"]) -> Float32[Array, "B T"]:
     """The entropy of softmax(logits), in nats."""
-    p = jax.nn.softmax(logits, axis=-1)
-    return -jnp.sum(jnp.where(p > 0, p * jnp.log(jnp.maximum(p, jnp.finfo(p.dtype).tiny)), 0), axis=-1)
+    return jnp.sum(jax.scipy.special.entr(jax.nn.softmax(logits)), axis=-1)
 
 
 def reference(model: Transformer, request: Request) -> dict:
