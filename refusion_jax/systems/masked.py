@@ -54,9 +54,10 @@ class MaskedText(RowState):
         found = (tokens == token) & (index < self.places.count[:, None])
         return jnp.min(jnp.where(found, index, index.shape[1]), axis=1)
 
-    def block(self, mask_id: int) -> Int32[Array, "B"]:
-        """The block that is decoded: that of the first mask."""
-        return self.first_of(mask_id) // jnp.maximum(block_length(self), 1)
+    def block_start(self, mask_id: int) -> Int32[Array, "B"]:
+        """Which of the places to decode begins the block that is decoded: that of the first mask."""
+        first = self.first_of(mask_id)
+        return first - first % jnp.maximum(block_length(self), 1)
 
 
 class Window(NamedTuple):
@@ -118,8 +119,7 @@ class MaskedDecoder(Decoder):
 
     def window(self, s: MaskedText) -> Window:
         """The places of each row's block."""
-        length = block_length(s)
-        return window(s, self.ids, self.block_length, s.block(self.ids.mask_id) * length, length)
+        return window(s, self.ids, self.block_length, s.block_start(self.ids.mask_id), block_length(s))
 
 
 class OnSchedule(MaskedDecoder):
