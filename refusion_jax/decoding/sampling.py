@@ -211,7 +211,7 @@ def verify(
     drafted: Int32[Array, "B"],
     keys: Key[Array, "B"],
     places: Int32[Array, "B N"],
-    is_warm: Bool[Array, "B"],
+    settings: TracedSettings,
 ) -> tuple[Int32[Array, "B"], Int32[Array, "B N"]]:
     """(number of accepted drafts; these and the token that follows them, which fills up the rest).
 
@@ -222,7 +222,7 @@ def verify(
       p, places: the verifier's distribution at the place of each draft, and at the place after the last one.
       q: that each draft was drawn from.
       drafts, drafted: tokens, and how many of them count.
-      keys, is_warm: of each row, and whether it has a temperature.
+      keys, settings: of each row.
     """
     M = drafts.shape[1]
     offset = jnp.arange(M + 1)[None]
@@ -235,27 +235,27 @@ def verify(
         for x in (p, jnp.pad(q, ((0, 0), (0, 1), (0, 0))), places)
     )
     left = jnp.where((accepted < drafted)[:, None, None], jnp.maximum(left - of_draft, 0), left)
-    token = draw(left, is_warm, keys, place, _REPAIR)
+    token = draw(left, keys, place, settings, _REPAIR)
     return accepted, jnp.where(offset < accepted[:, None], jnp.pad(drafts, ((0, 0), (0, 1))), token)
 
 
 def draw(
     p: Float32[Array, "B T V"],
-    is_warm: Bool[Array, "B"],
     keys: Key[Array, "B"],
     places: Int32[Array, "B T"],
+    settings: TracedSettings,
     purpose: int = DRAFT,
 ) -> Int32[Array, "B T"]:
     """Samples from p, which need not sum to 1; the noise depends on row, place and purpose.
 
-    If all of `is_warm` [B] are false, p is one-hot everywhere, and no noise is computed.
+    If all temperatures are 0, p is one-hot everywhere, and no noise is computed.
     """
 
     def noisy():
         noise = jax.vmap(jax.vmap(lambda key: jax.random.gumbel(key, p.shape[2:])))(_keys_at(keys, places, purpose))
         return jnp.log(p) + noise
 
-    return best(jax.lax.cond(jnp.any(is_warm), noisy, lambda: jnp.where(p > 0, p, -jnp.inf)))
+    return best(jax.lax.cond(jnp.any(settings.temperature > 0), noisy, lambda: jnp.where(p > 0, p, -jnp.inf)))
 
 
 def _keys_at(keys: Key[Array, "B"], places: Int32[Array, "B T"], purpose: int) -> Key[Array, "B T"]:

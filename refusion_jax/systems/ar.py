@@ -91,7 +91,7 @@ class Speculative(LeftToRight):
         places = self.next_places(s)[:, :-1]
         _, choosable = mask_logits(logits, s.places.may_end(places), self.ids)
         q = sampling.distribution(choosable, s.settings)
-        return sampling.draw(q, s.settings.temperature > 0, s.keys, places), q
+        return sampling.draw(q, s.keys, places, s.settings), q
 
     def verify(
         self, model: Transformer, s: Continuation, last: Array, drafts: Array, drafted: Array, q: Array
@@ -104,7 +104,7 @@ class Speculative(LeftToRight):
         logits, cache = kv.extend(model, s.cache, jnp.concatenate([last[:, None], drafts], axis=1), places - 1)
         _, choosable = mask_logits(logits, s.places.may_end(places), self.ids)
         p = sampling.distribution(choosable, s.settings)
-        accepted, tokens = sampling.verify(p, q, drafts, drafted, s.keys, places, s.settings.temperature > 0)
+        accepted, tokens = sampling.verify(p, q, drafts, drafted, s.keys, places, s.settings)
         after, kept = s.commit(cache, tokens, places, accepted + 1, self.ids.eos_id)
         return after, tokens, kept
 

@@ -158,19 +158,18 @@ class DraftAndCheck(Continuer):
         places = first[:, None] + offset  # [B, W], predicted by the tokens before them
         logits, cache = kv.extend(model, s.cache, fed, places - 1)
         _, choosable = mask_logits(logits, s.places.may_end(places), self.ids)
-        is_warm = s.settings.temperature > 0  # [B]
         likely = sampling.distribution(choosable, s.settings)
 
         # p[i] verifies draft i; the p after the last draft gives one more token if all are accepted.
-        verdict = (likely[:, :N], s.q, s.drafts, s.drafted, s.keys, places[:, :N], is_warm)
-        accepted, tokens = sampling.verify(*verdict)
-        after, _ = s.commit(cache, tokens, places[:, :N], accepted + 1, self.ids.eos_id)
+        verified = places[:, :N]
+        accepted, tokens = sampling.verify(likely[:, :N], s.q, s.drafts, s.drafted, s.keys, verified, s.settings)
+        after, _ = s.commit(cache, tokens, verified, accepted + 1, self.ids.eos_id)
 
         # If nothing was rejected, the masks after the drafts stand where the next drafts belong.
         from_mask = s.drafted[:, None] + 1 + offset[:, : N - 1]  # [B, N - 1] of W
         q = jnp.take_along_axis(likely, from_mask[:, :, None], axis=1)
         at = jnp.take_along_axis(places, from_mask, axis=1)
-        drafts = sampling.draw(q, is_warm, s.keys, at)
+        drafts = sampling.draw(q, s.keys, at, s.settings)
         of_masks = jnp.take_along_axis(choosable, from_mask[:, :, None], axis=1)
         is_kept = (accepted == s.drafted)[:, None] & (at >= 0)
         tell(drafts, at, is_kept, sampling.probability(of_masks, drafts))

@@ -193,7 +193,7 @@ class Drafting(Continuer):
 
         The logits are those at the n verified places, the last token and the drafts, and then at the masks.
         """
-        offset, first, settings = jnp.arange(n)[None], self._next_place(s), s.settings
+        offset, first = jnp.arange(n)[None], self._next_place(s)
         places = first[:, None] + offset
         N = (logits.shape[1] - n) // prefixes.shape[1]
         index = s.record.count[:, None] + jnp.concatenate([offset + 0 * places, _masks(0 * first, prefixes, N)], axis=1)
@@ -202,10 +202,10 @@ class Drafting(Continuer):
         _, choosable = mask_logits(logits, may_end, self.ids)
         is_led_up_to = (first == s.place + 1)[:, None]
         choosable = choosable.at[:, 0].set(jnp.where(is_led_up_to, choosable[:, 0], choosable[:, n]))
-        likely, is_warm = sampling.distribution(choosable, settings), settings.temperature > 0
+        likely = sampling.distribution(choosable, s.settings)
 
         drafts, q = s.drafts[:, : n - 1], s.q[:, : n - 1]
-        accepted, tokens = sampling.verify(likely[:, :n], q, drafts, s.drafted, s.keys, places, is_warm)
+        accepted, tokens = sampling.verify(likely[:, :n], q, drafts, s.drafted, s.keys, places, s.settings)
         adjacent = jnp.take_along_axis(s.places.position, index[:, :n], axis=1) == places
         room = run_length(adjacent)  # in this gap
         after, kept = s.commit(cache, tokens, places, jnp.minimum(accepted + 1, room), self.ids.eos_id)
@@ -244,9 +244,7 @@ class Drafting(Continuer):
         later = kept[:, None] + jnp.arange(M)[None]  # [B, M]
         at = which[:, None] * N + jnp.clip(later - seen[:, None], 0, N - 1)
         made = {"q": jnp.take_along_axis(likely, at[:, :, None], axis=1), "sure": jnp.take_along_axis(sure, at, axis=1)}
-        made["drafts"] = sampling.draw(
-            made["q"], s.settings.temperature > 0, s.keys, self._next_place(s)[:, None] + later
-        )
+        made["drafts"] = sampling.draw(made["q"], s.keys, self._next_place(s)[:, None] + later, s.settings)
         left, has_masks = jnp.minimum(later, M - 1), seen >= 0
         unreached = {
             "q": jnp.take_along_axis(s.q, left[:, :, None], axis=1),
