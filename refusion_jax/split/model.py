@@ -37,12 +37,6 @@ class Packing(NamedTuple):
     tile: int
     tiles: int  # of a shard
 
-    @classmethod
-    def of(cls, ragged: Ragged) -> "Packing":
-        """The packing of some rows."""
-        places = ragged.rows * ragged.width // ragged.shards if ragged.source is None else ragged.source.shape[1]
-        return cls(ragged.rows, ragged.width, ragged.shards, ragged.tile, places // ragged.tile)
-
     def ragged(self, fed: Int32[Array, "B"]) -> Ragged:
         """The packing of rows with so many tokens."""
         return Ragged.of(fed, self.width, self.tile, self.tiles, self.shards)
@@ -71,7 +65,7 @@ class SplitModel(Wrapper):
         attend = attend_over(cached, length, visible, ragged)
         x = self.model.embedded(ragged.pack(tokens))
         x, new, _ = self.model.through_layers(x, ragged.pack(positions), attend)
-        packing = Packing.of(ragged)
+        packing = Packing(ragged.rows, ragged.width, ragged.shards, ragged.tile, x.shape[1] // ragged.tile)
         arrays = (x, positions, length, visible, ragged.index(), ragged.fed)
         sent = jax.ShapeDtypeStruct((), jnp.int32)
         sent = io_callback(functools.partial(self.link.send, packing), sent, *arrays, ordered=True)
