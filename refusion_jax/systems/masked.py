@@ -186,8 +186,8 @@ def ranks(confidence: Float32[Array, "B K"], w: Window) -> Int32[Array, "B K"]:
 def commit(
     s: MaskedText,
     w: Window,
-    chosen: Int32[Array, "B K"],
-    committed: Bool[Array, "B K"],
+    tokens: Int32[Array, "B K"],
+    chosen: Bool[Array, "B K"],
     ids: TokenIds,
     took_part: Bool[Array, "B"],
 ) -> MaskedText:
@@ -195,42 +195,20 @@ def commit(
 
     Args:
       s, w: the state before, and the window.
-      chosen: a token for each of its places.
-      committed: which of them to commit; places that are not masked are ignored.
+      tokens: one for each of its places.
+      chosen: which of them to commit; places that are not masked are ignored.
       ids: of the special tokens.
       took_part: the active rows that this forward served.
     """
-    committed = committed & w.masked & took_part[:, None]
+    chosen = chosen & w.masked & took_part[:, None]
     after = s.replace(
-        text=put(s.text, jnp.where(committed, w.position, s.text.shape[1]), chosen),
-        record=s.record.append_where(committed, chosen, w.position),
+        text=put(s.text, jnp.where(chosen, w.position, s.text.shape[1]), tokens),
+        record=s.record.append_where(chosen, tokens, w.position),
         forwards=s.forwards + took_part,
     )
     # Without a mask before the first EOS, or any, the answer cannot change any more.
     left, N = after.first_of(ids.mask_id), s.places.position.shape[1]
     return after.replace(active=s.active & (left < N) & (left < after.first_of(ids.eos_id)))
-
-
-def fill(
-    plain: ReferenceDecoder,
-    counts: Iterable[int],
-    score: Callable[[Float32[np.ndarray, "V"], int], float],
-    places: list[int],
-    shift: int = 0,
-    fed: list[int] | None = None,
-) -> None:
-    """Fills some places in plain Python: each forward commits the masks with the highest scores, as `counts` says.
-
-    The score of a mask is that of the probabilities of its token, and of its place; the token is read `shift` places
-    before it. The places that are fed are by default all. It ends once the text is complete.
-    """
-    for count in counts:
-        p = plain.denoise("denoise", fed)
-        rows = {place: p[place - shift] for place in places if place not in plain.text}
-        chosen = plain.first({place: score(row, place) for place, row in rows.items()}, count)
-        plain.text |= {place: plain.best(rows[place], place) for place in chosen}
-        if plain.is_complete():
-            return
 
 
 def check_first(requests: Sequence[Request]) -> None:
@@ -287,3 +265,25 @@ def denoise(
         return jnp.take_along_axis(hidden, jnp.minimum(at, width - 1)[:, :, None], axis=1)
 
     return model.logits(in_smallest(widest, sizes, forward))
+
+
+def fill(
+    plain: ReferenceDecoder,
+    counts: Iterable[int],
+    score: Callable[[Float32[np.ndarray, "V"], int], float],
+    places: list[int],
+    shift: int = 0,
+    fed: list[int] | None = None,
+) -> None:
+    """Fills some places in plain Python: each forward commits the masks with the highest scores, as `counts` says.
+
+    The score of a mask is that of the probabilities of its token, and of its place; the token is read `shift` places
+    before it. The places that are fed are by default all. It ends once the text is complete.
+    """
+    for count in counts:
+        p = plain.denoise("denoise", fed)
+        rows = {place: p[place - shift] for place in places if place not in plain.text}
+        chosen = plain.first({place: score(row, place) for place, row in rows.items()}, count)
+        plain.text |= {place: plain.best(rows[place], place) for place in chosen}
+        if plain.is_complete():
+            return
