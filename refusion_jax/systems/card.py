@@ -100,7 +100,7 @@ class SoftTail(Objective):
         left = document + per_document_sum(jnp.ones_like(index), rows.segment_ids) - index  # from here to the end
         in_tail = rows.is_response & (left <= window)
         # The first N tokens of a document's tail by rank; its other tokens are sorted after the tail.
-        *_, order = jax.lax.sort((2 * document + ~in_tail, rank, index), dimension=1, num_keys=2, is_stable=True)
+        order = jnp.lexsort((rank, 2 * document + ~in_tail), axis=1)
         place = jnp.argsort(order, axis=1) - document
         return in_tail & (place < count), count / jnp.maximum(length, 1)
 

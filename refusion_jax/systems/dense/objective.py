@@ -35,7 +35,7 @@ import math
 import jax
 import jax.numpy as jnp
 from flax import struct
-from jaxtyping import Array, Bool, Int32, Key, UInt32
+from jaxtyping import Array, Int32, Key, UInt32
 
 from refusion_jax.batch.batch import Batch, mean_over
 from refusion_jax.batch.rows import Rows, document_start, next_in_row, precedes_response, row_index, text_positions
@@ -124,11 +124,11 @@ def dense_batch(rows: Rows, noise: Noise, copies: int, stride: int, mask_id: int
     """Orders the slots and appends their copies; `copies` is M, and `stride` S, above any slot size."""
     index, positions = row_index(rows.tokens), text_positions(rows.segment_ids)
     part = 2 * document_start(rows.segment_ids) + rows.is_response  # prompts before responses, documents in place
-    order = _argsort(part, jnp.where(rows.is_response, noise.rank, 0))  # [B, T] the token at each place
+    order = jnp.lexsort((jnp.where(rows.is_response, noise.rank, 0), part), axis=1)  # [B, T] the token at each place
     place = jnp.argsort(order, axis=1)  # of each token
 
     # Whole slots, as many as fit; of the last one what fits.
-    chosen = _argsort(~rows.is_response, noise.priority)[:, :copies]
+    chosen = jnp.lexsort((noise.priority, ~rows.is_response), axis=1)[:, :copies]
     copied = jnp.sort(jnp.where(jnp.take_along_axis(rows.is_response, chosen, axis=1), chosen, index.shape[1]), axis=1)
     is_copy = copied < index.shape[1]
     copied = jnp.minimum(copied, index.shape[1] - 1)
@@ -159,9 +159,3 @@ def dense_batch(rows: Rows, noise: Noise, copies: int, stride: int, mask_id: int
         },
         diagnostics={"slot_size": arranged(noise.slot_size, noise.slot_size)},
     )
-
-
-def _argsort(first: Bool[Array, "B T"] | Int32[Array, "B T"], second: UInt32[Array, "B T"]) -> Int32[Array, "B T"]:
-    """The order of the tokens by the first key, then by the second, then in the order of the text."""
-    keys = (first.astype(jnp.int32), second, row_index(second))
-    return jax.lax.sort(keys, dimension=1, num_keys=2, is_stable=True)[2]

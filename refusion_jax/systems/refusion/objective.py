@@ -106,13 +106,12 @@ def hybrid_batch(rows: Rows, noise: Noise, mask_id: int) -> Batch:
     masked tokens of CE / (p R), where p and R are the mask probability and the response length of the token's document.
     A term without labels is 0, never NaN.
     """
-    index = row_index(rows.tokens)
     starts = slot_starts(rows, noise.slot_size)
     same_slot_next = jnp.pad(starts[:, 1:] == starts[:, :-1], ((0, 0), (0, 1)))
     document = document_start(rows.segment_ids)
     kind = rows.is_response.astype(jnp.int32) + noise.is_masked  # 0 prompt or padding, 1 clean, 2 masked
     rank = jnp.where(kind == 1, noise.rank, 0)
-    *_, order = jax.lax.sort((3 * document + kind, rank, index), dimension=1, num_keys=2, is_stable=True)
+    order = jnp.lexsort((rank, 3 * document + kind), axis=1)
 
     def permute(x):
         return jnp.take_along_axis(x, order, axis=1)
