@@ -57,7 +57,6 @@ def undecorated(name: str) -> str:
         (copy_of_llada("odd").replace('section="odd"', 'section="o.d"'), "UserError: .*section has no name of letters"),
         (copy_of_llada("odd").replace('former={"eps": 1e-3}', 'block_key="eps"'), "UserError: .*no setting 'eps', its"),
         (copy_of_llada("odd").replace('("r2ft",)', '"r2ft"'), "UserError: .*its field decodes has no tuple of names"),
-        (copy_of_llada("odd").replace('rs={"odd": D', 'rs={} and {"odd": D'), "UserError: .*field decodes has no deco"),
         (copy_of_llada("odd").replace("padding: float", "more: float\n    padding: float"), "TypeError: .*'more'"),
         (undecorated("MaskedDiffusion(Objective)"), "UserError: .*its objective has no decorator @dataclass"),
         (undecorated("DiffusionSettings(masked"), "UserError: .*settings class of its decoder 'odd' has no decorator"),

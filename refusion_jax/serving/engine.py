@@ -77,7 +77,8 @@ class Engine:
         """
         self.settings, self._config = settings.for_model(model.config), model.config
         if self.settings.new_tokens >= settings.cache_length:
-            why = f"{self.settings.new_tokens} tokens leave no room for a prompt in a cache of {settings.cache_length}"
+            new = self.settings.new_tokens
+            why = f"leaves no room for a prompt: {new} tokens in a cache of {settings.cache_length}"
             settings.refuse("max_new_tokens", why)
         whole = self.settings.multiple  # tokens that a decoder writes at once, where a single one is asked for, too
         self._compiled = dataclasses.replace(self.settings, cache_length=settings.cache_length - 1 + whole)

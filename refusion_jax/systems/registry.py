@@ -110,8 +110,6 @@ def _missing(system: System) -> Iterator[tuple[str, str]]:
         yield "its objective", f"setting {system.block_key!r}, its block_key"
     if not isinstance(system.decodes, tuple):
         yield "its field decodes", "tuple of names"
-    if system.decodes and not system.decoders:
-        yield "its field decodes", "decoder that could"
     for name, decoder in system.decoders.items():
         part = f"its decoder {name!r}"
         yield from _lacking(part, decoder, Decoder)
