@@ -65,11 +65,12 @@ def test_a_killed_pipeline_goes_on_where_it_was(tmp_path, tokenizer_file):  # no
     flags = [f"--input={tmp_path}/in", f"--tokenizer={tokenizer_file}", "--shard_mib=1", "--workers=2", "--dedup"]
     run("prepare", *flags, f"--output={tmp_path}/straight")
     progress = tmp_path / "killed" / ".progress"
-    for name in ("digests-*", "done-*"):
+    for name, kill, how in (("digests-*", os.kill, signal.SIGKILL), ("done-*", os.killpg, signal.SIGINT)):
         process = start("prepare", *flags, f"--output={tmp_path}/killed", "--runner=beam")
         wait_until(lambda name=name: len(list(progress.glob(name))) >= 3, process)
-        process.send_signal(signal.SIGKILL)
-        process.communicate()
+        kill(process.pid, how)
+        _, err = process.communicate()
+    assert err == "error: interrupted; the same command goes on from here\n"  # and nothing of Beam's workers
     assert not (tmp_path / "killed" / "manifest.json").exists()
     run("prepare", *flags, f"--output={tmp_path}/killed", "--runner=beam")
     assert contents(tmp_path / "killed") == contents(tmp_path / "straight")

@@ -39,8 +39,9 @@ class BeamRunner(Runner):
         self._settings, self._output, self._runner = settings, output, None
         # On Prism a pipeline ends after this time, too: by default after five minutes.
         self._options = ["--job_server_timeout=86400", *(options or [f"--direct_num_workers={count}"])]
-        if not options:
-            worker = f"{shlex.quote(sys.executable)} -m apache_beam.runners.worker.sdk_worker_main 2> {os.devnull}"
+        if not options:  # Ctrl-C goes to all processes: this one ends the workers, and tells of it in one line
+            python = shlex.quote(sys.executable)
+            worker = f"trap '' INT; {python} -m apache_beam.runners.worker.sdk_worker_main 2> {os.devnull}"
             self._runner = FnApiRunner(SubprocessSDKEnvironment.from_command_string(worker))
         logging.getLogger("apache_beam").setLevel(logging.ERROR)  # it tells of each of its threads
 
