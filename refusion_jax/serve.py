@@ -83,6 +83,7 @@ command.define_settings(
 )
 _ROWS = {"cpu": 8}  # rows of a batch, where they differ from the default: a CPU pays for each of them
 _GRACE = 60  # seconds for the answers under way, when the server is asked to end
+_IDLE = 75  # seconds a connection waits for its next request: clients and proxies, which keep one for less, end it
 
 
 def main() -> None:
@@ -120,7 +121,7 @@ def main() -> None:
     service = Service(_NAME.value or _CHECKPOINT.value, model, tokenizer, engine, seed)
     app = make_app(service, access, refusion_jax.__version__)
     how = {"log_level": "warning", "access_log": False, "timeout_graceful_shutdown": _GRACE, "server_header": False}
-    how |= {"http": TimedConnection, "limit_concurrency": most_connections(), "ws": "none"}
+    how |= {"http": TimedConnection, "limit_concurrency": most_connections(), "timeout_keep_alive": _IDLE, "ws": "none"}
     # Every 30 s. One heap for all threads would grow as little, but decodes at two thirds of the rate.
     how |= {"callback_notify": functools.partial(asyncio.to_thread, return_freed_memory)}
     server = uvicorn.Server(uvicorn.Config(app, **how))

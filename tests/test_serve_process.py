@@ -4,6 +4,7 @@ import asyncio
 import concurrent.futures
 import contextlib
 import functools
+import http.client
 import json
 import os
 import re
@@ -12,6 +13,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 
 import httpx
 import pytest
@@ -82,6 +84,12 @@ def test_a_server_of_several_is_ready_when_it_says_so_and_answers_what_it_has_be
         try:
             body = {"model": "quickstart", "prompt": "Sort 3 1 2.", "temperature": 3.0}
             ask = functools.partial(httpx.post, f"{address}/v1/completions", timeout=None)
+            kept = http.client.HTTPConnection("127.0.0.1", port)
+            for idle in (0, 5.5):  # as long as clients keep a connection
+                time.sleep(idle)
+                kept.request("GET", "/health")
+                assert kept.getresponse().read()
+            kept.close()
             first, second = (ask(json=body | {"max_tokens": 16}).json() for _ in range(2))
             assert (first["choices"], first["seed"]) == (second["choices"], 5)
             with concurrent.futures.ThreadPoolExecutor(1) as client:
