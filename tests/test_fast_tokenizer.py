@@ -15,6 +15,7 @@ from refusion_jax import DecodeSettings, UserError
 from refusion_jax.config import default_config
 from refusion_jax.config.model import model_config
 from refusion_jax.data.fast_tokenizer import find_tokenizer_file, load_tokenizer_file
+from refusion_jax.decoding.prompts import read_request
 from refusion_jax.decoding.sampling import mask_logits
 from refusion_jax.decoding.settings import TokenIds
 from refusion_jax.model.shape import ModelConfig
@@ -157,6 +158,10 @@ def test_tokens_are_spelled_as_they_stand_in_a_text_whose_first_space_is_the_tok
     assert tokenizer.decode(ids) == "a b  a\u00e9"
     assert tokenizer.continuation(ids) == " a b  a\u00e9"
     assert b"".join(map(tokenizer.spelling, [1, *ids, 2])) == " a b  a\u00e9".encode()
+    template = ["a b", 2, "a b", " \u00e9", 1, "b"]
+    given = read_request({"template": template}, tokenizer, DecodeSettings("refusion"), "a line").template
+    ids = [id for x in given if not isinstance(x, int) for id in x]
+    assert tokenizer.decode(ids) == "a ba b \u00e9b"  # no space but those that are given
 
 
 @pytest.mark.thorough

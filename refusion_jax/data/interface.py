@@ -4,11 +4,15 @@ Axis: T row length.
 """
 
 import abc
+from collections.abc import Callable
+from typing import TypeAlias
 
 import numpy as np
 
 from refusion_jax.cli.errors import UserError
 from refusion_jax.data.examples import Messages
+
+Encode: TypeAlias = Callable[[list[str]], list[list[int]]]  # token ids of texts
 
 
 class Tokenizer(abc.ABC):
@@ -60,6 +64,18 @@ class Tokenizer(abc.ABC):
     def continuation(self, ids: list[int]) -> str:
         """Text of token ids as it follows other text: some tokenizers' `decode` takes the space off a beginning."""
         return self.decode([*self._letter, *ids])[len(self.decode(self._letter)) :]
+
+    def encode_inside(self, text: str, encode: Encode | None = None) -> list[int]:
+        """Token ids of a text as it follows other text: some tokenizers' `encode` puts a space before a beginning.
+
+        `encode` is by default the tokenizer's own.
+        """
+        encode = encode or self.encode
+        if self.continuation(self._letter) == "a":
+            return encode([text])[0]
+        # No vocabulary joins a character for private use with others, and no normalization takes it away.
+        before, whole = encode(["\ue000", f"\ue000{text}"])
+        return whole[len(before) :]
 
     @abc.abstractmethod
     def spelling(self, token: int) -> bytes:

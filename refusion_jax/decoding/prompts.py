@@ -67,7 +67,7 @@ def read_request(item: dict, tokenizer: Tokenizer | None, settings: Settings, wh
         changed = dataclasses.replace(settings, **own) if own else None
     return Request(
         prompt if isinstance(prompt, list) else encode_prompt(prompt, tokenizer, where, bool(template)),
-        tuple(encode(x, tokenizer, where) if isinstance(x, str) else x for x in template),
+        tuple(encode(x, tokenizer, where, i > 0) if isinstance(x, str) else x for i, x in enumerate(template)),
         changed,
         name=where,
     )
@@ -91,10 +91,10 @@ def check_characters(text: str, where: str) -> None:
         raise UserError(f"{where}: not UTF-8 (character {error.start + 1})") from error
 
 
-def encode(text: str, tokenizer: Tokenizer | None, where: str) -> list[int]:
-    """Token ids of a text inside a template."""
+def encode(text: str, tokenizer: Tokenizer | None, where: str, inside: bool) -> list[int]:
+    """Token ids of a text of a template, at its beginning or inside it."""
     _need(tokenizer, where)
-    return tokenizer.encode([text])[0]
+    return tokenizer.encode_inside(text) if inside else tokenizer.encode([text])[0]
 
 
 def to_record(id: object, answer: Answer, tokenizer: Tokenizer | None, stops: Stops) -> dict[str, object]:

@@ -89,7 +89,8 @@ class _Vocabulary:
     is_tokenizer_wrapper = True
 
     def __init__(self, tokenizer: Tokenizer, eos_id: int):
-        self._encode, self.eos_token_id, self.bos_token_id = tokenizer.encode, eos_id, None
+        self._tokenizer, self._encode = tokenizer, tokenizer.encode
+        self.eos_token_id, self.bos_token_id = eos_id, None
         if isinstance(tokenizer, FastTokenizer):  # a copy: the engine's thread asks, while others write prompts
             copy = tokenizers.Tokenizer.from_str(tokenizer.files["tokenizer.json"].decode())
             copy.encode_special_tokens = True
@@ -100,6 +101,4 @@ class _Vocabulary:
 
     def __call__(self, text: str) -> list[int]:
         """As the library asks for the tokens of a text that is forced."""
-        # After a letter of its own, as tokenizers of Llama 2's kind begin a text with a space.
-        before, whole = self._encode(["\x02", f"\x02{text}"])
-        return whole[len(before) :]
+        return self._tokenizer.encode_inside(text, self._encode)

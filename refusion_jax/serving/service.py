@@ -49,7 +49,7 @@ class Service:
     def completion(self, body: Completion) -> list[Choice]:
         """The answers to a completion, n for each prompt; UserError where a field cannot be served."""
         self._check_length(len(body.suffix or ""), "suffix")
-        suffix = () if body.suffix is None else (self.encode(body.suffix, "suffix"),)
+        suffix = () if body.suffix is None else (self.encode(body.suffix, "suffix", inside=True),)
         choices, noises = [], collections.defaultdict(lambda: range(body.n))
         for number, prompt in enumerate(body.prompt):
             name = "prompt" if len(body.prompt) == 1 else f"prompt[{number}]"
@@ -168,15 +168,17 @@ class Service:
         goes_on = isinstance(body, Completion) or body.constraints
         return self.tokenizer.continuation if goes_on else self.tokenizer.decode
 
-    def encode(self, text: str, name: str) -> list[int]:
+    def encode(self, text: str, name: str, inside: bool = False) -> list[int]:
         """Token ids of a text as it stands; with a chat template, special tokens that it spells out are meant.
+
+        `inside` other text some tokenizers put no space before it.
 
         Raises UserError, naming the field, where it is not Unicode.
         """
         check_characters(text, name)
         tokenizer = self.tokenizer
-        (ids,) = (tokenizer.encode_chat if tokenizer.has_chat_template else tokenizer.encode)([text])
-        return ids
+        encode = tokenizer.encode_chat if tokenizer.has_chat_template else tokenizer.encode
+        return tokenizer.encode_inside(text, encode) if inside else encode([text])[0]
 
     def _check_length(self, characters: int, name: str) -> None:
         """Refuses a text that is far too long before it is tokenized."""
