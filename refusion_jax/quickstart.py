@@ -88,7 +88,7 @@ def show(figures: dict, problems: list[tasks.Problem], decoded: Decoded, tokeniz
         for order, text in written_parts(decoded, i, tokenizer, size):
             console.print(f"  {order:>2}  {text}", markup=False, highlight=False)
     console.print(
-        f"\ntraining took {figures['train_seconds']:.0f} s, everything {figures['seconds_total']:.0f} s",
+        f"\ntraining took {figures['train_seconds']:.0f} s, this command {figures['seconds_total']:.0f} s",
         highlight=False,
     )
 

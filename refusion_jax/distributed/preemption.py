@@ -46,6 +46,7 @@ class Preemption:
 
     def _hear(self, number: int, frame: types.FrameType | None) -> None:
         if not self.training:
+            os.write(2, b"interrupted: there was nothing to save; start it again\n")
             os._exit(EXIT_CODE)  # an exception would be dropped where Python collects garbage just now
         if self._requested and number in _IMPATIENT:
             os.write(2, b"left at once; the same command resumes from the newest whole checkpoint\n")
