@@ -77,10 +77,16 @@ def main(own: flags.FlagValues) -> None:
     """Prints one JSON object per setup and batch size, then a table."""
     batch_sizes = flag_values.read_counts("batch_sizes", own.batch_sizes)
     model = load_model(own.checkpoint, own.dtype) if own.checkpoint else random_model(own.size, own.dtype)
-    bandwidth = copy_bandwidth()
+    bandwidth, names = copy_bandwidth(), own.setup or default_system().decoders
     table = Table("setup", "batch", "tokens/s", "tokens/forward", "ms/forward", "of bandwidth")
     for batch_size in batch_sizes:
-        for record in measure(model, own, batch_size, bandwidth):
+        shared = _DEFAULTS | command.given(own) | {"batch_size": batch_size}
+        setups = {setup: read_setup(setup, shared, own.checkpoint) for setup in names}
+        if own.prompts:
+            prompts = prompts_in(own.prompts, own.checkpoint, next(iter(setups.values())))
+        else:
+            prompts = random_prompts(own.prompts_per_row * batch_size, own.prompt_length, model.config)
+        for record in measure(model, setups, prompts, own.repeats, bandwidth):
             print(json.dumps(record), flush=True)
             table.add_row(
                 record["setup"],
@@ -93,21 +99,16 @@ def main(own: flags.FlagValues) -> None:
     Console().print(table)
 
 
-def measure(model: Transformer, own: flags.FlagValues, batch_size: int, bandwidth: float) -> Iterator[dict]:
-    """A record of each setup at one batch size, measured in interleaved repeats."""
-    shared = _DEFAULTS | command.given(own) | {"batch_size": batch_size}
-    setups = {setup: read_setup(setup, shared, own.checkpoint) for setup in own.setup or default_system().decoders}
+def measure(
+    model: Transformer, setups: dict[str, Settings], prompts: list[Request], repeats: int, bandwidth: float
+) -> Iterator[dict]:
+    """A record of each setup, measured in interleaved repeats."""
     models = {setup: model.rounded(settings.weights, settings.cache) for setup, settings in setups.items()}
     c = model.config
-    if own.prompts:
-        prompts = prompts_in(own.prompts, own.checkpoint, next(iter(setups.values())))
-    else:
-        prompts = random_prompts(own.prompts_per_row * batch_size, own.prompt_length, c)
-
     seconds: dict[str, list[float]] = {setup: [] for setup in setups}
     answers, compiling = {}, {}
-    calls = [(repeat, setup) for repeat in range(own.repeats + 1) for setup in setups]
-    for repeat, setup in track(calls, f"batches of {batch_size}", ticks=False):
+    calls = [(repeat, setup) for repeat in range(repeats + 1) for setup in setups]
+    for repeat, setup in track(calls, "decoding", ticks=False):
         answers[setup], took = timed(models[setup], prepare(prompts, setups[setup], c))
         if repeat:
             seconds[setup].append(took)
@@ -116,7 +117,7 @@ def measure(model: Transformer, own: flags.FlagValues, batch_size: int, bandwidt
 
     for setup, settings in setups.items():
         decoder, kept = decoder_for(prepare(prompts, settings, c), c), models[setup]
-        rows, took = batch_rows(len(prompts), batch_size, mesh_of(model)), float(np.median(seconds[setup]))
+        rows, took = batch_rows(len(prompts), settings.batch_size, mesh_of(model)), float(np.median(seconds[setup]))
         forwards, tokens = sum(a.forwards for a in answers[setup]), sum(len(a.tokens) for a in answers[setup])
         # Rows share forwards; the queue keeps all rows about equally busy.
         each = took / (forwards / rows)
@@ -124,7 +125,7 @@ def measure(model: Transformer, own: flags.FlagValues, batch_size: int, bandwidt
         yield {
             "benchmark": "decode",
             "setup": setup,
-            "batch_size": batch_size,
+            "batch_size": settings.batch_size,
             "tokens_per_second": tokens / took,
             "forwards": forwards,
             "tokens_per_forward": tokens / forwards,
@@ -134,7 +135,7 @@ def measure(model: Transformer, own: flags.FlagValues, batch_size: int, bandwidt
             "compile_seconds": compiling[setup] - took,
             "width": decoder.width,
             "parameters": sum(x.size for x in jax.tree.leaves(nnx.state(model))),
-            "dtype": own.dtype,
+            "dtype": str(model.dtype),
             "device": jax.devices()[0].device_kind,
         }
 

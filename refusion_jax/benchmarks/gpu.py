@@ -201,14 +201,13 @@ def step_costs(config: ml_collections.ConfigDict) -> tuple[float, float]:
 
 def decoded(size: str, rows: int, new_tokens: int) -> list[dict]:
     """The decoders of the default system, side by side on random weights, as `bench decode` measures them."""
-    own, decoders = flags.FlagValues(), list(default_system().decoders)
-    decoding.define_flags(own)
-    setups = [f"--setup={setup}" for setup in (*decoders, f"{decoders[0]} weights=int8 cache=int8")]
-    sizes = [f"--decode.max_new_tokens={new_tokens}", "--repeats=2", "--prompts_per_row=1", "--prompt_length=128"]
-    own(["gpu", *setups, *sizes])
-    dtype = "float32" if size == "tiny" else "bfloat16"
-    model = decoding.random_model(size, dtype)
-    return [record | {"size": size} for record in decoding.measure(model, own, rows, decoding.copy_bandwidth())]
+    decoders, shared = [*default_system().decoders], {"max_new_tokens": new_tokens, "batch_size": rows}
+    names = [*decoders, f"{decoders[0]} weights=int8 cache=int8"]
+    setups = {setup: decoding.read_setup(setup, shared) for setup in names}
+    model = decoding.random_model(size, "float32" if size == "tiny" else "bfloat16")
+    prompts = decoding.random_prompts(rows, 128, model.config)
+    records = decoding.measure(model, setups, prompts, 2, decoding.copy_bandwidth())
+    return [record | {"size": size} for record in records]
 
 
 def section(head: dict, records: list[dict], command: str) -> str:
