@@ -48,33 +48,24 @@ class Seen:
         return (self.whole - self.first) / max(self.tokens - 1, 1)
 
 
-def ask_all(address: tuple[str, int], clients: int, bodies: Sequence[dict[str, Any]]) -> list[Seen]:
-    """So many clients ask, each over a connection that is kept, and the next as soon as it has the last answer."""
-    own = threading.local()
+def ask_all(
+    address: tuple[str, int], clients: int, bodies: Sequence[dict[str, Any]], times: Sequence[float] = ()
+) -> list[Seen]:
+    """So many clients ask, each over a connection that is kept, and the next as soon as it has the last answer.
+
+    With `times`, requests are sent at these seconds from now, whatever has been answered until then.
+    """
+    own, began, asked = threading.local(), time.perf_counter(), []
 
     def ask(body: dict[str, Any]) -> Seen:
-        if not hasattr(own, "connection"):
+        if times or not hasattr(own, "connection"):  # the server closes those that are idle
             own.connection = http.client.HTTPConnection(*address, timeout=600)
         return _ask(own.connection, body)
 
     with concurrent.futures.ThreadPoolExecutor(clients) as pool:
-        return list(pool.map(ask, bodies))
-
-
-def ask_at(
-    address: tuple[str, int], clients: int, times: Sequence[float], bodies: Sequence[dict[str, Any]]
-) -> list[Seen]:
-    """Requests are sent at these seconds from now, whatever has been answered until then."""
-
-    def ask(body: dict[str, Any]) -> Seen:
-        # Over a new connection, since the server closes those that are idle.
-        with contextlib.closing(http.client.HTTPConnection(*address, timeout=600)) as connection:
-            return _ask(connection, body)
-
-    began, asked = time.perf_counter(), []
-    with concurrent.futures.ThreadPoolExecutor(clients) as pool:
-        for at, body in zip(times, bodies, strict=True):
-            time.sleep(max(0.0, began + at - time.perf_counter()))
+        for number, body in enumerate(bodies):
+            if times:
+                time.sleep(max(0.0, began + times[number] - time.perf_counter()))
             asked.append(pool.submit(ask, body))
     return [one.result() for one in asked]
 

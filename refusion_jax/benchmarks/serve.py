@@ -32,7 +32,7 @@ from etils import epath
 from rich.console import Console
 from rich.table import Table
 
-from refusion_jax.benchmarks._clients import Seen, arrivals, ask_all, ask_at, serving
+from refusion_jax.benchmarks._clients import Seen, arrivals, ask_all, serving
 from refusion_jax.benchmarks._soak import soak
 from refusion_jax.benchmarks.decode import SIZES, random_model, read_setup, timed
 from refusion_jax.checkpoints.load import load_model, load_tokenizer
@@ -129,7 +129,7 @@ def _at_rate(address, own: flags.FlagValues) -> Iterator[dict[str, Any]]:
     how = {"stream": True, "stream_options": {"include_usage": True}}
     ask_all(address, 16, [body | how for body in bodies[:16]])  # not counted
     began = time.perf_counter()
-    seen = ask_at(address, min(own.requests, 512), times, [body | how for body in bodies])
+    seen = ask_all(address, min(own.requests, 512), [body | how for body in bodies], times)
     seconds, tokens = time.perf_counter() - began, sum(one.tokens for one in seen)
     good = [1e3 * one.first <= own.slo_first_ms and 1e3 * one.between <= own.slo_between_ms for one in seen]
     record = {"benchmark": "serve", "rate": own.rate, "requests": len(seen), "tokens": tokens}
