@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+from flax import nnx
 
 from refusion_jax.benchmarks.headline import results
 from refusion_jax.benchmarks.headline.curves import PROXY, Curve, Measured, claimed, curves, fastest_points
@@ -136,7 +137,7 @@ class Comparison:
             decoder = point.decoder
 
             def make(point: Point = point) -> dict[str, Any]:
-                measured = measure(self._validation, self._subject(run, point), self._budget)
+                measured = measure(self._validation, self._subject(run, point))
                 return _about(run, point) | measured | {"where": results.where()}
 
             found.append(self._stored(f"measure {run.name}: {point}", make))
@@ -153,7 +154,7 @@ class Comparison:
                 def make(run: TrainingRun = run, point: Point = point) -> dict[str, Any]:
                     subject = self._subject(run, point)
                     decodings = Decodings(f"{run.name} {point}", subject.tokenizer)
-                    record, texts, _ = score(self._test, subject, self._budget, decodings=decodings)
+                    record, texts, _ = score(self._test, subject, decodings=decodings)
                     self._keep_answers(f"{run.name} {point}", texts, decodings)
                     return _about(run, point) | record
 
@@ -198,13 +199,13 @@ class Comparison:
             sizes, repeats = BATCH_SIZES, REPEATS
             if shape:
                 proxy = proxy_model(*read_shape(shape), models[entries[0][0].name])
-                models, about = {name: SpeedProxy(model, proxy) for name, model in models.items()}, {"shape": shape}
+                models = {name: SpeedProxy(model, proxy) for name, model in models.items()}
+                about = {"shape": shape, "parameters": sum(x.size for x in jax.tree.leaves(nnx.state(proxy)))}
                 problems, sizes, repeats = problems[:PROXY_PROBLEMS], BATCH_SIZES[:1], PROXY_REPEATS
-            subjects = [Subject(point, models[run.name], load_tokenizer(self._workdir(run))) for run, point in entries]
-            timings = interleaved(subjects, problems, sizes, repeats, self._budget)
-            for (run, point), subject, record in zip(entries, subjects, timings, strict=True):
+            subjects = [self._subject(run, point, models[run.name]) for run, point in entries]
+            timings = interleaved(subjects, problems, sizes, repeats)
+            for (run, point), record in zip(entries, timings, strict=True):
                 record |= _about(run, point) | about
-                record |= {"parameters": subject.model.parameters} if shape else {}
             return {"timings": timings, "where": results.where()}
 
         checksum = zlib.crc32("; ".join(f"{run.name} {point}" for run, point in entries).encode())
@@ -221,9 +222,9 @@ class Comparison:
     def _workdir(self, run: TrainingRun) -> Path:
         return self._directory / "runs" / run.name
 
-    def _subject(self, run: TrainingRun, point: Point) -> Subject:
+    def _subject(self, run: TrainingRun, point: Point, model: Any = None) -> Subject:
         path = self._workdir(run)
-        return Subject(point, self._load(path), load_tokenizer(path))
+        return Subject(point, model or self._load(path), load_tokenizer(path), self._budget)
 
     @functools.lru_cache(1)  # noqa: B019  there is one comparison in a process
     def _load(self, path: Path):

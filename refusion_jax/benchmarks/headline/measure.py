@@ -32,6 +32,7 @@ class Subject:
     point: Point
     model: Transformer
     tokenizer: Tokenizer
+    budget: Budget
 
 
 def check_fit(problems: list[Problem], tokenizer: Tokenizer, budget: Budget) -> None:
@@ -47,16 +48,9 @@ def check_fit(problems: list[Problem], tokenizer: Tokenizer, budget: Budget) -> 
 class _Queue:
     """Problems that a subject decodes, some at a time."""
 
-    def __init__(
-        self,
-        problems: list[Problem],
-        subject: Subject,
-        budget: Budget,
-        batch_size: int,
-        decodings: Decodings | None = None,
-    ):
+    def __init__(self, problems: list[Problem], subject: Subject, batch_size: int, decodings: Decodings | None = None):
         """Makes the requests, and compiles; `decodings` are told what each forward does."""
-        settings = subject.point.settings(budget.new_tokens, batch_size)
+        settings = subject.point.settings(subject.budget.new_tokens, batch_size)
         prompts = subject.tokenizer.encode_prompts([problem.query for problem in problems])
         self._model, self._record = subject.model, decodings.record if decodings else None
         self.requests = prepare(prompts, settings, self._model.config)
@@ -70,14 +64,10 @@ class _Queue:
 
 
 def score(
-    problems: list[Problem],
-    subject: Subject,
-    budget: Budget,
-    repeats: int = 1,
-    decodings: Decodings | None = None,
+    problems: list[Problem], subject: Subject, repeats: int = 1, decodings: Decodings | None = None
 ) -> tuple[dict[str, Any], list[str], float]:
     """(fields of `results.Scored`, texts of answers, median tokens per second); `decodings` get the first answers."""
-    queue = _Queue(problems, subject, budget, BATCH_SIZES[-1], decodings)
+    queue = _Queue(problems, subject, BATCH_SIZES[-1], decodings)
     answers, speeds = queue.decode(repeats)
     for index in range(min(PLAYED, len(problems))) if decodings else ():
         decodings.add(index, queue.requests[index], answers[index])
@@ -101,18 +91,18 @@ def score(
     return record, texts, statistics.median(speeds)
 
 
-def measure(problems: list[Problem], subject: Subject, budget: Budget) -> dict[str, Any]:
+def measure(problems: list[Problem], subject: Subject) -> dict[str, Any]:
     """The score, and tokens per second with one and with many prompts at a time: the fields of `results.Scored`."""
-    record, texts, speed = score(problems, subject, budget, budget.repeats)
-    single = _Queue(problems[: budget.timed], subject, budget, BATCH_SIZES[0])
-    alone, speeds_alone = single.decode(budget.repeats)
+    budget = subject.budget
+    record, texts, speed = score(problems, subject, budget.repeats)
+    alone, speeds_alone = _Queue(problems[: budget.timed], subject, BATCH_SIZES[0]).decode(budget.repeats)
     same = [subject.tokenizer.decode(answer.tokens) == text for answer, text in zip(alone, texts, strict=False)]
     speeds = dict(zip(map(str, BATCH_SIZES), (statistics.median(speeds_alone), speed), strict=True))
     return record | {"tokens_per_second": speeds, "same_text": statistics.mean(same), "load": os.getloadavg()[0]}
 
 
 def interleaved(
-    subjects: Sequence[Subject], problems: list[Problem], sizes: Sequence[int], repeats: int, budget: Budget
+    subjects: Sequence[Subject], problems: list[Problem], sizes: Sequence[int], repeats: int
 ) -> list[dict[str, Any]]:
     """Tokens per second of decoders in interleaved repeats, so that a machine's drift is the same for all of them.
 
@@ -120,7 +110,7 @@ def interleaved(
     """
     found = [{str(size): [] for size in sizes} for _ in subjects]
     for size in sizes:
-        queues = [_Queue(problems, subject, budget, size) for subject in subjects]
+        queues = [_Queue(problems, subject, size) for subject in subjects]
         for queue in queues:
             queue.decode()  # caches are cold for the first one
         for _ in range(repeats):

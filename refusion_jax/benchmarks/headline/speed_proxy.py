@@ -49,10 +49,6 @@ class SpeedProxy(Wrapper):
         return self.proxy.weight_bytes
 
     @property
-    def parameters(self) -> int:
-        return sum(x.size for x in jax.tree.leaves(nnx.state(self.proxy)))
-
-    @property
     def operand_dtype(self) -> jnp.dtype:
         return self.proxy.operand_dtype
 
