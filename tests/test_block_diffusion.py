@@ -25,9 +25,9 @@ def test_every_token_is_masked_in_one_of_both_copies_and_blocks_are_one_document
     tokens, segments = np.arange(5, 17), np.array([1] * 6 + [2] * 6)
     response = np.array([0, 0, 1, 1, 1, 1, 0, 1, 1, 1, 1, 1], bool)
     rows, keys = with_eos(Rows(*(jnp.asarray(x)[None] for x in (tokens, segments, response)))), KEYS[seed : seed + 1]
-    tokens, response = (np.asarray(x[0]) for x in jax.tree.leaves(shuffle_documents(rows, keys))[::2])
-    owner, source = np.array([1] * 8 + [2] * 4), np.array([0, 1, 2, 3, 4, 5, 5, 5, 8, 9, 10, 11])
-    seen, trained = tokens[source], response[source]
+    tokens, segments, response = (np.asarray(x[0]) for x in jax.tree.leaves(shuffle_documents(rows, keys)))
+    source = np.array([0, 1, 2, 3, 4, 5, 5, 5, 8, 9, 10, 11])
+    seen, owner, trained = tokens[source], segments[source], response[source]
     batch = corrupt(rows, keys)
     first, second, clean = np.split(np.asarray(batch.inputs[0]), 3)
     np.testing.assert_array_equal(clean, tokens)

@@ -116,7 +116,7 @@ def test_the_page_of_a_row_holds_what_the_model_is_fed(objective, trained_run, t
     seen = batch.visibility
     for name, values in (
         *(("inputs", batch.inputs), ("positions", batch.positions)),
-        *(("segments", seen.segment_ids), ("ranks", seen.rank), ("groups", seen.group)),
+        *(("documents", seen.segment_ids), ("ranks", seen.rank), ("groups", seen.group)),
         ("labels", np.where(sum(batch.weights.values()) > 0, batch.labels, -1)),
     ):
         np.testing.assert_array_equal(shown[name], values, err_msg=name)

@@ -30,9 +30,9 @@ KEYS = [jax.random.split(jax.random.key(seed), 2) for seed in range(40)]
 
 def documents_of(rows: Rows) -> list[list[int]]:
     """The documents of the first row, in order."""
-    tokens, segments = np.asarray(rows.tokens[0]), np.asarray(rows.segment_ids[0])
-    assert (np.diff(segments[segments > 0]) >= 0).all()
-    return [tokens[segments == one].tolist() for one in range(1, segments.max() + 1)]
+    tokens, segments = rows.tokens[0].tolist(), rows.segment_ids[0].tolist()
+    parts = itertools.groupby(zip(segments, tokens, strict=True), key=lambda pair: pair[0])
+    return [[token for _, token in part] for number, part in parts if number]
 
 
 def test_documents_are_whole_and_stand_in_any_order_and_place():
@@ -44,6 +44,8 @@ def test_documents_are_whole_and_stand_in_any_order_and_place():
         assert sorted(found) == [[10, 2], [20, 21, 2], [30, 31, 32, 2]]
         np.testing.assert_array_equal(rows.is_response, rows.tokens == 2)
         assert not np.asarray(rows.segment_ids[0, 9:]).any()
+        begin = [rows.tokens[0].tolist().index(token) for token in (30, 20, 10)]
+        assert rows.segment_ids[0, jnp.array(begin)].tolist() == [1, 2, 3]  # as before
         orders.add(tuple(text[0] for text in found))
         begins.add(np.asarray(rows.tokens[0]).tolist().index(10))
     assert len(orders) == 6

@@ -172,6 +172,17 @@ def _cross_entropy(graph, params, batch):
 
 
 @pytest.mark.parametrize("name", TRAINABLE)
+def test_documents_keep_their_numbers_in_the_row(name):
+    """A token of `rows` tells its place there, and so its document."""
+    batch, some = batch_of(name, 2)[1], rows()
+    inputs, segments = np.asarray(batch.inputs), np.asarray(batch.visibility.segment_ids)
+    row, place = np.nonzero((segments > 0) & (inputs >= 5) & (inputs != MASK))
+    assert len(row)
+    own = np.asarray(some.segment_ids)[row, inputs[row, place] - 5]
+    np.testing.assert_array_equal(segments[row, place], own)
+
+
+@pytest.mark.parametrize("name", TRAINABLE)
 def test_a_document_is_predicted_packed_as_it_is_alone(name):
     _, batch = batch_of(name, 2)
     model = nnx.split(tiny_model())

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float32, Key
 
-from refusion_jax.batch.rows import Rows, document_start, keys_for, row_index, text_positions
+from refusion_jax.batch.rows import Rows, document_start, keys_for, row_index
 from refusion_jax.cli.settings import setting
 
 EPS = 1e-3  # least probability of masking a token, as in LLaDA
@@ -25,16 +25,14 @@ def shuffle_documents(rows: Rows, keys: Key[Array, "B"]) -> Rows:
     """Puts the documents of each row into a random order; the empty end stays where it is.
 
     Rows are packed with the longest documents first, and often to their end, so that the place where one begins tells
-    how long it is where blocks are counted from the start of the row, and a decoder's text always begins at one. The
-    documents are numbered anew, from the left.
+    how long it is where blocks are counted from the start of the row, and a decoder's text always begins at one.
+    Documents keep their numbers.
     """
     index = row_index(rows.tokens)
     draws = jax.vmap(lambda key: jax.random.uniform(key, index.shape[1:]))(keys_for("shuffling", keys))
     of_document = jnp.take_along_axis(draws, document_start(rows.segment_ids), axis=1)
     order = jnp.argsort(jnp.where(rows.segment_ids > 0, of_document, 2.0), axis=1, stable=True)
-    rows = jax.tree.map(lambda x: jnp.take_along_axis(x, order, axis=1), rows)
-    is_first = (text_positions(rows.segment_ids) == 0) & (rows.segment_ids > 0)
-    return rows.replace(segment_ids=jnp.cumsum(is_first, axis=1) * (rows.segment_ids > 0))
+    return jax.tree.map(lambda x: jnp.take_along_axis(x, order, axis=1), rows)
 
 
 def pad_answers(rows: Rows, keys: Key[Array, "B"], share: float, eos_id: int) -> Rows:

@@ -57,7 +57,8 @@ class Objective(abc.ABC):
     def corrupt(self, rows: Rows, keys: Key[Array, "B"]) -> Batch:
         """Corrupts the packed rows of the global batch, which normalizers cover, into a batch; runs inside `jit`.
 
-        There is a key per row, and a row's noise depends on nothing else.
+        There is a key per row, and a row's noise depends on nothing else. Documents keep their numbers in the row, by
+        which reports find their text.
         """
 
     def input_length(self, row_length: int) -> int:

@@ -57,10 +57,10 @@ def corrupted(config: ml_collections.ConfigDict, tokenizer: Tokenizer, rows: Row
 
 def documents_of(rows: Rows, batch: Batch, mask_id: int) -> list[ShownDocument]:
     """The documents of one row, of numpy arrays [T]."""
-    found, numbers = [], _numbers(rows, batch, mask_id)
+    found = []
     for document in range(1, int(rows.segment_ids.max()) + 1):
         text = np.flatnonzero(rows.segment_ids == document)
-        given = np.flatnonzero(batch.visibility.segment_ids == numbers.get(document))
+        given = np.flatnonzero(batch.visibility.segment_ids == document)
         prompt = int(np.sum(~rows.is_response[text]))
         of_response = np.where(batch.inputs[given] == mask_id, "masked", "clean")
         kinds = np.where(batch.positions[given] < prompt, "prompt", of_response)
@@ -89,25 +89,6 @@ def show_row(console: Console, tokenizer: Tokenizer, rows: Rows, batch: Batch, p
             console.print(_label_table(tokenizer, batch, given, kinds))
     padding = int(np.sum(rows.segment_ids == 0))
     console.print(f"padding: {padding} of {len(rows.segment_ids)} positions")
-
-
-def _numbers(rows: Rows, batch: Batch, mask_id: int) -> dict[int, int]:
-    """The number of each document in the batch: a system may shuffle the documents of a row and leave some out.
-
-    They are told by the most tokens that are given: an objective may change some. After its end a document may be
-    padded with its last token.
-    """
-    found = {}
-    for number in np.unique(batch.visibility.segment_ids[batch.visibility.segment_ids > 0]).tolist():
-        known = np.flatnonzero((batch.visibility.segment_ids == number) & (batch.inputs != mask_id))
-        left = set(range(1, int(rows.segment_ids.max()) + 1)) - found.keys()
-        same = {}
-        for document in sorted(left, key=lambda document: document != number):
-            text = rows.tokens[rows.segment_ids == document]
-            same[document] = np.sum(text[np.minimum(batch.positions[known], len(text) - 1)] == batch.inputs[known])
-        if same:
-            found[max(same, key=same.__getitem__)] = number
-    return found
 
 
 def _spans(tokenizer: Tokenizer, tokens: np.ndarray, kinds: np.ndarray, positions: np.ndarray) -> Text:
@@ -146,16 +127,15 @@ def row_page(title: str, tokenizer: Tokenizer, rows: Rows, batch: Batch, place: 
     """The page of the row at index `place` of [B, T], and of the batch made of them, as HTML."""
     rows, batch = jax.tree.map(lambda x: np.asarray(x)[place], (rows, batch))
     seen, has_label = batch.visibility, np.any([weight != 0 for weight in batch.weights.values()], axis=0)
-    kinds, documents = np.where(seen.segment_ids > 0, "clean", "padding"), seen.segment_ids.copy()
-    for number, document in enumerate(documents_of(rows, batch, tokenizer.mask_id), 1):
-        kinds[document.given], documents[document.given] = document.kinds, number
+    kinds = np.where(seen.segment_ids > 0, "clean", "padding")
+    for document in documents_of(rows, batch, tokenizer.mask_id):
+        kinds[document.given] = document.kinds
     columns = {  # [T] each
         "inputs": batch.inputs,
         "labels": np.where(has_label, batch.labels, -1),
         "positions": batch.positions,
         "kinds": kinds,
-        "documents": documents,  # as the row numbers them, which a system may shuffle
-        "segments": seen.segment_ids,
+        "documents": seen.segment_ids,
         "ranks": seen.rank,
         "groups": seen.group,
     }
