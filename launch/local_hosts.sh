@@ -7,7 +7,7 @@
 # SIGTERM and Ctrl-C save one checkpoint and end the run. When one process dies the others are killed. The exit code is that
 # of the process that ended first with another than 0: 75 preempted (start it again), 2 bad input (never started again).
 # Process 0 speaks; another one is heard if it dies.
-set -uo pipefail
+set -o pipefail # without -u: for macOS's bash, 3.2, an empty array is an unset variable
 hosts=${1:-}
 if ! [[ $hosts =~ ^[1-9][0-9]*$ ]]; then
   echo "error: the first argument is the number of processes, such as: bash launch/local_hosts.sh 2 --config=..." >&2
@@ -26,7 +26,7 @@ trap 'rm -rf "$logs"' EXIT
 trap 'told=1; kill -TERM "${pids[@]}" 2>/dev/null' TERM INT
 
 work() { # starts all processes and waits for them; sets code
-  local index finished status first=
+  local index status
   JAX_COORDINATOR_ADDRESS=localhost:$("$python" -c 'import socket; s = socket.create_server(("", 0)); print(s.getsockname()[1])')
   export JAX_COORDINATOR_ADDRESS
   pids=()
@@ -40,26 +40,23 @@ work() { # starts all processes and waits for them; sets code
   done
   code=0
   while ((${#pids[@]} > 0)); do
-    wait -n -p finished "${pids[@]}"
-    status=$?
-    if [ -z "${finished:-}" ]; then continue; fi # a signal woke us, and has been passed on
+    sleep 0.1 # a signal is passed on after it
     for index in "${!pids[@]}"; do
-      if [ "${pids[index]}" = "$finished" ]; then
-        unset "pids[index]"
-        break
+      if kill -0 "${pids[index]}" 2>/dev/null; then continue; fi
+      wait "${pids[index]}"
+      status=$?
+      unset "pids[index]"
+      if ((status == 0 || code != 0)); then continue; fi
+      code=$status
+      if ((status != 75)); then # preempted they leave together; else the others would wait for the dead one
+        sleep 1                 # if the input is at fault process 0 is about to say so itself
+        if ((index != 0)) && [ -n "${pids[0]:-}" ] && kill -0 "${pids[0]}" 2>/dev/null; then
+          echo "process $index ended with exit code $status:" >&2
+          grep -v '^\[Gloo\]' "$logs/$index" | tail -n 30 >&2
+        fi
+        if ((${#pids[@]} > 0)); then kill -KILL "${pids[@]}" 2>/dev/null; fi
       fi
     done
-    if ((status == 0 || code != 0)); then continue; fi
-    code=$status
-    first=$index
-    if ((status != 75)); then # preempted they leave together; else the others would wait for the dead one
-      sleep 1                 # if the input is at fault process 0 is about to say so itself
-      if ((first != 0)) && [ -n "${pids[0]:-}" ] && kill -0 "${pids[0]}" 2>/dev/null; then
-        echo "process $first ended with exit code $status:" >&2
-        grep -v '^\[Gloo\]' "$logs/$first" | tail -n 30 >&2
-      fi
-      if ((${#pids[@]} > 0)); then kill -KILL "${pids[@]}" 2>/dev/null; fi
-    fi
   done
 }
 

@@ -19,7 +19,7 @@
 #   --runtime; --alpha --provisioning-model=flex-start --max-run-duration=2d
 #   --dry_run prints every command instead of running it
 # Exit codes: that of `train`; 2 for bad input, which is never tried again. Interrupt this script and the run goes on.
-set -uo pipefail
+set -o pipefail # without -u: for macOS's bash, 3.2, an empty array is an unset variable
 cd "$(dirname "$0")/.." || exit 1
 POLL_SECONDS=${POLL_SECONDS:-30}
 MEMORY=${XDG_STATE_HOME:-$HOME/.local/state}/refusion_jax
@@ -34,7 +34,8 @@ case $command in
   create | setup | run | resume | logs | delete) ;;
   *) fail "${command:-no command}: the first argument is one of create, setup, run, resume, logs, delete" ;;
 esac
-[[ $name =~ ^[a-z]([-a-z0-9]*[a-z0-9])?$ ]] || fail "${name:-no name}: the second argument names the TPU: a-z, 0-9 and -"
+named='^[a-z]([-a-z0-9]*[a-z0-9])?$' shared=' --workdir=(gs:/)?/' # patterns; bash 3.2 takes them from variables alone
+[[ $name =~ $named ]] || fail "${name:-no name}: the second argument names the TPU: a-z, 0-9 and -"
 shift 2
 
 zone='' accelerator='' project='' slices=1 spot='' runtime='' alpha='' dry_run='' worker=0
@@ -65,7 +66,7 @@ read_options() { # of the command line, or remembered ones; what follows -- are 
   done
 }
 if [ -f "$MEMORY/$name" ]; then
-  mapfile -d '' -t options <"$MEMORY/$name"
+  while IFS= read -r -d '' option; do options+=("$option"); done <"$MEMORY/$name"
   read_options "${options[@]}"
 fi
 options=("${asked[@]}") asked=()
@@ -92,7 +93,7 @@ if [[ $command == create || $command == run ]]; then
 fi
 if [[ $command == run ]]; then
   [[ " ${flags[*]} " == *" --config="* ]] || fail "the flags of train come after --, and --config=configs/NAME.py is one of them"
-  [[ " ${flags[*]} " =~ " --workdir="(gs:/)?/ ]] ||
+  [[ " ${flags[*]} " =~ $shared ]] ||
     fail "--workdir=gs://BUCKET/DIR (or the absolute path of a mounted one) is needed after --: all workers share it, and it outlives them"
 fi
 if [[ $command == resume ]]; then ((${#flags[@]} > 0)) || fail "no run of $name is remembered; start one with: run"; fi
@@ -177,7 +178,7 @@ create() { # until the TPU is there; what is left of a preempted one is deleted 
 setup() {
   local archive=refusion_jax.tgz folder=/tmp tries
   if [ -z "$dry_run" ]; then folder=$(mktemp -d); fi
-  [ -n "$dry_run" ] || tar -czf "$folder/$archive" --exclude=__pycache__ refusion_jax configs launch requirements.txt pyproject.toml README.md LICENSE || exit 1
+  [ -n "$dry_run" ] || COPYFILE_DISABLE=1 tar -czf "$folder/$archive" --exclude=__pycache__ refusion_jax configs launch requirements.txt pyproject.toml README.md LICENSE || exit 1
   for ((tries = 0; tries < 10; tries++)); do # a new machine takes a while to answer
     if gcloud_ scp "$folder/$archive" "$name:$archive" --node=all --worker=all &&
       gcloud_ ssh "$name" --node=all --worker=all \

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -76,6 +77,15 @@ SET_UP = [
     ],
 ]
 STARTED = remote("start", "--config=configs/small.py", r"--config.data.path=my/\*.jsonl", "--workdir=gs://bucket/run")
+
+
+def test_scripts_use_no_more_than_the_bash_of_macos_has():
+    newer = r"mapfile|readarray|wait -[np]|declare -[Ag]|local -n|\|&|&>>|\$\{\w+(,|\^|@)|=~ [^$]*\("
+    newer += r"|set -\w*u.*\n(.*\n)*.*\[@\]\}"  # there an empty array is an unset variable
+    scripts = [*(ROOT / "launch").glob("*.sh")]
+    assert {script.name for script in scripts} >= {"tpu_vm.sh", "local_hosts.sh", "quickstart.sh"}
+    for script in scripts:
+        assert not (found := re.search(newer, script.read_text())), f"{script}: {found[0]}"
 
 
 def test_scripts_are_clean():

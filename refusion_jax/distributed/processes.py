@@ -128,7 +128,8 @@ def _go_on_in_a_child() -> None:
     child = os.fork()
     if not child:
         os.setpgid(0, 0)  # Ctrl-C in a terminal goes to the parent alone, which passes it on
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        if hasattr(libc := ctypes.CDLL(None), "prctl"):  # Linux
+            libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
         os.dup2(stderr, 2)
         os.close(said)
         os.close(stderr)
