@@ -152,7 +152,10 @@ def drill_in(workdir: Path, kinds: list[str], is_new: bool) -> None:
 
     A fault-free run with other flags is refused: steps that are added to it, for one, are not those of a longer run.
     """
-    given = _of_train(sys.argv[1:]) + ["--config.log_every=1", "--config.checkpoint.failures=1000"]
+    told = [flags.FLAGS[name] for name in flags.FLAGS if name.startswith("config")]
+    # absl writes a line for each element of a tuple, and none for one that is empty.
+    given = [part for flag in told if flag.present for part in (flag.serialize() or f"--{flag.name}=()").splitlines()]
+    given += ["--config.log_every=1", "--config.checkpoint.failures=1000"]
     straight = RunUnderTest(given, workdir / "straight", _HOSTS.value)
     faulty = RunUnderTest(given, workdir / "faulty", _HOSTS.value)
     hosts = workdir / _HOSTS_FILE
@@ -177,17 +180,6 @@ def drill_in(workdir: Path, kinds: list[str], is_new: bool) -> None:
     finally:
         straight.kill()
         faulty.kill()
-
-
-def _of_train(argv: list[str]) -> list[str]:
-    """The flags of the config: --config.KEY=VALUE, --config.KEY VALUE, --config.KEY and --noconfig.KEY."""
-    found = []
-    for i, argument in enumerate(argv):
-        name = argument.lstrip("-")
-        if argument.startswith("-") and name.startswith(("config", "noconfig.")):
-            is_apart = "=" not in argument and i + 1 < len(argv) and not argv[i + 1].startswith("-")
-            found += argv[i : i + 1 + is_apart]
-    return found
 
 
 def drill(straight: RunUnderTest, faulty: RunUnderTest, kinds: list[str]) -> None:

@@ -57,27 +57,7 @@ def run(
         if HELP_FLAGS & set(argv):
             print(_help(argv, help_texts, hidden))
             sys.exit(0)
-        if missing := config_fault(argv[1:], ()):  # which ml_collections says only when the config is used
-            raise missing
-        keeps, sys.dont_write_bytecode = sys.dont_write_bytecode, True  # or a config file would get a __pycache__
-        try:
-            logging.set_verbosity(logging.ERROR)  # ml_collections warns of what is refused below
-            rest = flags.FLAGS(argv)[1:]
-        except KeyboardInterrupt:
-            raise
-        except BaseException as error:  # a config file is the user's own program, and may raise anything
-            fault = config_fault(argv[1:], names() if names else ())
-            is_ours = isinstance(error, flags.Error | UserError)
-            raise fault or (
-                error if is_ours else UserError(f"{config_flag(argv)}: {type(error).__name__}: {error}")
-            ) from error
-        finally:
-            sys.dont_write_bytecode = keeps
-        logging.set_verbosity(logging.WARNING)
-        given = flags.FLAGS["config"] if "config" in flags.FLAGS else None
-        if given is not None and given.present and not isinstance(given.value, ml_collections.ConfigDict):
-            raise UserError(f"{config_flag(argv)}: get_config() must return what it makes of default_config()")
-        if rest:
+        if rest := parse_with_config(flags.FLAGS, argv, names)[1:]:
             raise UserError(f"unexpected argument {rest[0]!r}: every setting is a --flag")
         check_values(flags.FLAGS)
         return argv[:1]
@@ -86,6 +66,33 @@ def run(
         if isinstance(stream, io.TextIOWrapper):  # else a name of a file that is not UTF-8 could not be printed
             stream.reconfigure(encoding="utf-8", errors="backslashreplace")
     guard(lambda: app.run(lambda _: guard(main), flags_parser=parse))
+
+
+def parse_with_config(
+    values: flags.FlagValues, argv: Sequence[str], names: Callable[[], Iterable[str]] | None = None
+) -> list[str]:
+    """Parses flags, of which --config may be one, whose file is run; what absl leaves. `names` are those of `run`."""
+    if missing := config_fault(argv[1:], ()):  # which ml_collections says only when the config is used
+        raise missing
+    keeps, sys.dont_write_bytecode = sys.dont_write_bytecode, True  # or a config file would get a __pycache__
+    try:
+        logging.set_verbosity(logging.ERROR)  # ml_collections warns of what is refused below
+        rest = values(argv)
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # a config file is the user's own program, and may raise anything
+        fault = config_fault(argv[1:], names() if names else ())
+        is_ours = isinstance(error, flags.Error | UserError)
+        raise fault or (
+            error if is_ours else UserError(f"{config_flag(argv)}: {type(error).__name__}: {error}")
+        ) from error
+    finally:
+        sys.dont_write_bytecode = keeps
+    logging.set_verbosity(logging.WARNING)
+    given = values["config"] if "config" in values else None
+    if given is not None and given.present and not isinstance(given.value, ml_collections.ConfigDict):
+        raise UserError(f"{config_flag(argv)}: get_config() must return what it makes of default_config()")
+    return rest
 
 
 def run_part(command: str, story: str, parts: Mapping[str, str]) -> None:

@@ -125,13 +125,8 @@ def _read_systems(entries: list[str], seeds: int) -> tuple[dict[str, int], dict[
 
 def _read_config(file: str) -> ml_collections.ConfigDict:
     """The config that FILE or FILE:VARIANT holds."""
-    holder, argv = flags.FlagValues(), [command.find_config(f"--config={file}")]
-    if fault := command.config_fault(argv, ()):
-        raise fault
+    holder = flags.FlagValues()
     config_flags.DEFINE_config_file("config", None, flag_values=holder)
-    try:
-        holder(["bench headline", *argv])
-    except Exception as error:  # a config file is the user's own program, and may raise anything
-        raise UserError(f"--config={file}: {type(error).__name__}: {error}") from error
+    command.parse_with_config(holder, ["bench headline", command.find_config(f"--config={file}")])
     check(holder.config)
     return holder.config
