@@ -37,7 +37,8 @@ def serving(*given: str) -> Iterator[tuple[tuple[str, int], int]]:
 class Seen:
     """What a client saw of an answer."""
 
-    text: str
+    status: int
+    text: str  # or what is wrong
     tokens: int
     first: float  # seconds to the first text
     whole: float  # seconds to its end
@@ -57,45 +58,39 @@ def ask_all(
     """
     own, began, asked = threading.local(), time.perf_counter(), []
 
-    def ask(body: dict[str, Any]) -> Seen:
+    def answer(body: dict[str, Any]) -> Seen:
         if times or not hasattr(own, "connection"):  # the server closes those that are idle
             own.connection = http.client.HTTPConnection(*address, timeout=600)
-        return _ask(own.connection, body)
+        seen = ask(own.connection, json.dumps(body).encode(), body["stream"])
+        if seen.status != 200:
+            raise Failure(f"the server answers {seen.status}: {seen.text[:300]}")
+        return seen
 
     with concurrent.futures.ThreadPoolExecutor(clients) as pool:
         for number, body in enumerate(bodies):
             if times:
                 time.sleep(max(0.0, began + times[number] - time.perf_counter()))
-            asked.append(pool.submit(ask, body))
+            asked.append(pool.submit(answer, body))
     return [one.result() for one in asked]
 
 
-def _ask(connection: http.client.HTTPConnection, body: dict[str, Any]) -> Seen:
-    began, first = time.perf_counter(), None
-    answer = post(connection, json.dumps(body).encode())
-    if answer.status != 200:
-        raise Failure(f"the server answers {answer.status}: {answer.read().decode(errors='replace')[:300]}")
-    text, tokens = "", 0
-    for more, event in events(answer, body["stream"]):
-        text += more
-        first = first or (time.perf_counter() if text else None)
-        tokens = (event.get("usage") or {}).get("completion_tokens", tokens)
-    ended = time.perf_counter()
-    return Seen(text, tokens, (first or ended) - began, ended - began)
-
-
-def post(connection: http.client.HTTPConnection, body: bytes) -> http.client.HTTPResponse:
-    """What the server answers to a request for completions."""
+def ask(connection: http.client.HTTPConnection, body: bytes, is_stream: bool = False, hangs_up: bool = False) -> Seen:
+    """What a client sees of the answer to a request for completions; one who hangs up reads its first line alone."""
+    began, first, text, tokens = time.perf_counter(), None, "", 0
     connection.request("POST", "/v1/completions", body, {"Content-Type": "application/json"})
-    return connection.getresponse()
-
-
-def events(answer: http.client.HTTPResponse, is_stream: bool) -> Iterator[tuple[str, dict[str, Any]]]:
-    """(text, all of it) of each event of a stream, or of the only one of an answer that is none."""
-    for line in answer if is_stream else [b"data: " + answer.read()]:
-        if line.startswith(b"data: {"):
+    answer = connection.getresponse()
+    is_answer = answer.status == 200
+    for line in answer if is_answer and is_stream else [b"data: " + answer.read()]:
+        if is_answer and line.startswith(b"data: {"):
             event = json.loads(line.removeprefix(b"data: "))
-            yield "".join(choice["text"] for choice in event["choices"]), event
+            text += "".join(choice["text"] for choice in event["choices"])
+            first = first or (time.perf_counter() if text else None)
+            tokens = (event.get("usage") or {}).get("completion_tokens", tokens)
+        if hangs_up:
+            break
+    ended = time.perf_counter()
+    text = text if is_answer else line.removeprefix(b"data: ").decode(errors="replace")
+    return Seen(answer.status, text, tokens, (first or ended) - began, ended - began)
 
 
 def arrivals(count: int, rate: float, room: int, most: int) -> tuple[list[float], list[dict[str, Any]]]:

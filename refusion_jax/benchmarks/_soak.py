@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from refusion_jax.benchmarks._clients import ask_all, events, post
+from refusion_jax.benchmarks._clients import ask, ask_all
 
 _MALFORMED = [b"", b"[]", b'{"prompt": ', b'{"prompt": NaN}', b'{"prompt": "\xff"}', b'{"messages": 3, "prompt": {}}']
 _MALFORMED += [json.dumps({"prompt": "a"} | more).encode() for more in (
@@ -45,13 +45,14 @@ def soak(
             raw = json.dumps(bodies[at] | {"stream": kind in ("stream", "hang up")}).encode()
             raw = draw.choice({"malformed": _MALFORMED, "large": _LARGE}.get(kind, [raw]))
             try:
-                text, status = _ask(address, raw, kind)
+                with contextlib.closing(http.client.HTTPConnection(*address, timeout=600)) as connection:
+                    got = ask(connection, raw, kind in ("stream", "hang up"), hangs_up=kind == "hang up")
             except (OSError, http.client.HTTPException) as error:
                 seen.append(f"lost: {type(error).__name__}")
                 continue
-            is_right = status in (400, 413) if kind in ("malformed", "large") else status == 200
-            is_right &= kind not in ("whole", "stream") or text == alone[at]
-            seen.append(kind if is_right else f"wrong: {kind} {status}")
+            is_right = got.status in (400, 413) if kind in ("malformed", "large") else got.status == 200
+            is_right &= kind not in ("whole", "stream") or got.text == alone[at]
+            seen.append(kind if is_right else f"wrong: {kind} {got.status}")
 
     threads = [threading.Thread(target=client, args=(number,)) for number in range(clients)]
     with concurrent.futures.ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as other:
@@ -78,13 +79,3 @@ def _probe(address: tuple[str, int], seconds: float) -> list[float]:
         found.append(1e3 * (time.monotonic() - began))
         time.sleep(0.05)
     return found
-
-
-def _ask(address: tuple[str, int], raw: bytes, kind: str) -> tuple[str, int]:
-    """(the answer's text, its status); who hangs up does so after the first event."""
-    with contextlib.closing(http.client.HTTPConnection(*address, timeout=600)) as connection:
-        answer = post(connection, raw)
-        if kind == "hang up":
-            return answer.readline().decode(), answer.status
-        texts = events(answer, kind == "stream") if answer.status == 200 else ()
-        return "".join(text for text, _ in texts), answer.status
