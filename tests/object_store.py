@@ -9,7 +9,6 @@ import email
 import http.server
 import itertools
 import json
-import math
 import re
 import threading
 import time
@@ -17,21 +16,19 @@ from urllib.parse import parse_qs, unquote, urlsplit
 
 import google_crc32c
 
-_PART = 1 << 16  # bytes that are sent at once
-
 
 class ObjectStore(http.server.ThreadingHTTPServer):
     """One bucket, named `bucket`; `objects` maps names to (generation, content), `read` to bytes read.
 
-    Content comes after `latency` seconds, at `bytes_per_second` of a connection.
+    Content comes after `latency` seconds.
     """
 
     daemon_threads = True
     request_queue_size = 64  # connections that nobody has accepted yet
 
-    def __init__(self, latency: float = 0.0, bytes_per_second: float = math.inf):
+    def __init__(self):
         super().__init__(("localhost", 0), _Handler)
-        self.latency, self.bytes_per_second = latency, bytes_per_second
+        self.latency = 0.0
         self.objects: dict[str, tuple[int, bytes]] = {}
         self.uploads: dict[str, str] = {}
         self.read = collections.Counter()
@@ -94,10 +91,8 @@ class _Handler(http.server.BaseHTTPRequestHandler):
             self.send_header(key.replace("_", "-"), value)
         self.end_headers()
         time.sleep(self.server.latency if body is content else 0.0)
-        for start in range(0, len(body) if self.command != "HEAD" else 0, _PART):
-            part = memoryview(body)[start : start + _PART]
-            time.sleep(len(part) / self.server.bytes_per_second)
-            self.wfile.write(part)
+        if self.command != "HEAD":
+            self.wfile.write(body)
 
     def about(self, name: str) -> dict:
         generation, content = self.server.objects[name]

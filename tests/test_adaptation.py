@@ -1,4 +1,4 @@
-"""From somebody else's weights and tokenizer to a model of ours, and back: the road that adapts Qwen3."""
+"""From somebody else's weights and tokenizer to a model of ours, and back, by low-rank adapters, too."""
 
 import json
 import math
@@ -7,22 +7,26 @@ import re
 import shutil
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
-import tokenizers
-from conftest import TINY_RUN, config_with, logits_of, run, tiny_model
+from conftest import TINY_RUN, config_with, logits_of, run, tiny_config, tiny_model
+from etils import epath
 from flax import nnx
 from helpers import write_lines, write_tokenizer
 
 from refusion_jax import DecodeSettings, UserError, decode, load_model, load_tokenizer
 from refusion_jax.checkpoints.directory import saved_steps
 from refusion_jax.checkpoints.load import weights_stamp
+from refusion_jax.checkpoints.run_directory import read_adapters, read_objective
 from refusion_jax.data.dataset import load_dataset
-from refusion_jax.data.fast_tokenizer import FastTokenizer, load_tokenizer_file, tokenizer_hash
+from refusion_jax.data.fast_tokenizer import load_tokenizer_file, tokenizer_hash
 from refusion_jax.data.tokenizer import SentencePieceTokenizer
+from refusion_jax.distributed import sharding
 from refusion_jax.model import huggingface
-from refusion_jax.model.lora import INPUTS
+from refusion_jax.model.lora import INPUTS, Lora, add_adapters
+from refusion_jax.training.program import train_program
 
 
 @pytest.fixture
@@ -188,19 +192,6 @@ def load_items(step):
         return checkpointer.restore(step / "params", restore_args=as_numpy)
 
 
-@pytest.mark.parametrize(
-    ("changes", "said"),
-    [
-        ({"lora.rank": 4, "init_from": ""}, "--config.lora.rank=4: adapters need weights to adapt"),
-        ({"lora.rank": 4, "lora.targets": "proj"}, "--config.lora.targets=proj: names none of q_proj, "),
-        ({"lora.rank": 4, "lora.full": "("}, "--config.lora.full=(: is no regular expression: "),
-    ],
-)
-def test_adapters_that_cannot_be_are_refused(source, tmp_path, changes, said):
-    _, err = run(*recipe(source, tmp_path / "run", **changes), code=2)
-    assert said in err
-
-
 @pytest.mark.thorough
 def test_a_model_that_was_never_adapted_is_decoded_left_to_right_and_one_line_says_so(source, tmp_path):
     flags = ["--prompt=What is 5?", "--decode.max_new_tokens=4", "--json"]
@@ -236,9 +227,12 @@ def test_an_embedding_smaller_than_the_tokenizer_is_padded_and_its_padding_never
         ({"model.hidden_size": 32, "model.head_dim": 4}, " and other values of head_dim; a config file"),
         ({"model.vocab_size": 310}, "--config.model.vocab_size=310: "),
         ({"init_from": "nowhere"}, "--config.init_from=nowhere is no directory"),
+        ({"lora.rank": 4, "init_from": ""}, "--config.lora.rank=4: adapters need weights to adapt"),
+        ({"lora.rank": 4, "lora.targets": "proj"}, "--config.lora.targets=proj: names none of q_proj, "),
+        ({"lora.rank": 4, "lora.full": "("}, "--config.lora.full=(: is no regular expression: "),
     ],
 )
-def test_weights_of_another_shape_are_refused_before_anything_is_written(source, tmp_path, changes, said):
+def test_what_cannot_be_adapted_is_refused_before_anything_is_written(source, tmp_path, changes, said):
     _, err = run(*recipe(source, tmp_path / "run", **changes), code=2)
     assert err.startswith("error: ")
     assert said in err
@@ -285,18 +279,6 @@ def test_weights_of_a_run_are_trained_on_with_the_tokenizer_of_that_run(trained_
     assert not (tmp_path / "refused").exists()
 
 
-def test_a_prompt_is_a_turn_of_the_chat_template(tmp_path):
-    tokenizer = FastTokenizer(write_tokenizer(tmp_path), "<mask>")
-    (ids,) = tokenizer.encode_prompts(["What is 5?"])
-    plain = tokenizers.Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
-    turn = "<|im_start|>user\nWhat is 5?<|im_end|>\n<|im_start|>assistant\n"
-    assert ids == plain.encode(turn, add_special_tokens=False).ids
-    assert tokenizer.eos_id == plain.token_to_id("<|im_end|>")
-    assert tokenizer.pad_id == plain.token_to_id("<|endoftext|>")
-    assert tokenizer.bos_id == -1
-    assert tokenizer.encode_prompts([None]) == [[]]
-
-
 def test_thinking_is_as_in_training_for_whoever_reads_the_tokenizer_again(source, tmp_path):
     """Unset, a template does not get `enable_thinking`, as the authors of ReFusion train."""
     turns, block = [{"role": "user", "content": "hi"}], "<think>\n\n</think>\n\n"
@@ -315,57 +297,61 @@ def test_thinking_is_as_in_training_for_whoever_reads_the_tokenizer_again(source
         load_tokenizer_file(write_tokenizer(tmp_path / "plain", chat_template=None), "<mask>", "true")
 
 
-@pytest.mark.parametrize(("changes", "adds"), [({}, 1), ({"add_bos_token": True}, 1), ({"add_bos_token": False}, 0)])
-def test_a_bos_token_that_is_named_begins_texts_only_where_they_begin_so_in_transformers(tmp_path, changes, adds):
-    """SmolLM2's and LLaDA's files name one that does not."""
-    path = write_tokenizer(tmp_path, chat_template=None, bos_token="<|endoftext|>", **changes)
-    tokenizer = FastTokenizer(path, "<mask>")
-    begun = [tokenizer.bos_id] * adds
-    assert tokenizer.encode_prompts(["number", None]) == [begun + tokenizer.encode(["number"])[0], begun]
-    assert (tokenizer.bos_id >= 0) == adds
+@pytest.mark.parametrize("targets", [".*_proj", "(q|o)_proj"])
+def test_merged_weights_compute_what_adapters_do(targets):
+    lora = Lora(rank=3, alpha=6.0, targets=targets)
+    model = tiny_model()
+    tokens = jnp.arange(24).reshape(2, 12) % 30
+    plain = logits_of(model, tokens)
+    add_adapters(model.layers, lora, nnx.Rngs(1))
+    np.testing.assert_array_equal(logits_of(model, tokens), plain)  # B is 0
+    graphdef, params = nnx.split(model)
+    params = nnx.to_pure_dict(params)
+    for name in lora.names:
+        shape = params["layers"][f"{name}_b"].shape
+        params["layers"][f"{name}_b"] = 0.1 * jax.random.normal(jax.random.key(len(name)), shape)
+    adapted = logits_of(nnx.merge(graphdef, params), tokens)
+    merged = lora.merge(lora.without_adapters(params), lora.split(params)[0])
+    assert merged["layers"].keys() == nnx.to_pure_dict(nnx.state(tiny_model()))["layers"].keys()
+    merged_model = nnx.merge(nnx.graphdef(tiny_model()), merged)
+    np.testing.assert_allclose(logits_of(merged_model, tokens), adapted, atol=1e-5)
+    assert not np.allclose(adapted, plain, atol=1e-2)
 
 
-def test_a_text_that_spells_a_special_token_makes_none(tmp_path):
-    tokenizer = FastTokenizer(write_tokenizer(tmp_path), "<mask>")
-    text = "ends with <|im_end|>, not <|mask|>"
-    (ids,) = tokenizer.encode([text])
-    assert not {tokenizer.eos_id, tokenizer.mask_id} & set(ids)
-    assert tokenizer.decode([tokenizer.mask_id, *ids, tokenizer.eos_id]) == text
-    assert tokenizer.eos_id in tokenizer.encode_prompts(["hi"])[0]  # a template's own are tokens
-    plain = FastTokenizer(write_tokenizer(tmp_path / "plain", chat_template=None), "<mask>")
-    assert plain.eos_id not in plain.encode_prompts([text])[0]
+def test_only_what_is_trained_has_optimizer_state_and_float32_and_all_of_it_is_split_as_its_weight():
+    changes = {"lora.rank": 4, "lora.full": "final_norm", "init_from": "somewhere", "dtype": "bfloat16"}
+    shape = tiny_config(num_attention_heads=4, num_key_value_heads=2)
+    config = config_with(**changes, batch_size=8, row_length=32)
+    mesh = sharding.make_mesh({"fsdp": 2, "tensor": 2}, jax.devices()[:4])
+    program = train_program(config, shape, mesh)
+    state, lora = program.target, program.lora
+    assert state.params.keys() == {"layers", "final_norm"}
+    assert state.params["layers"].keys() == {f"{name}_{side}" for name in INPUTS for side in "ab"}
+    assert {x.dtype for x in jax.tree.leaves(state.params)} == {jnp.dtype("float32")}
+    assert {x.dtype for x in jax.tree.leaves(state.frozen)} == {jnp.dtype("bfloat16")}
+    trained, moments = (sum(x.size for x in jax.tree.leaves(t)) for t in (state.params, state.opt_state))
+    assert 2 * trained <= moments < 2 * trained + 8  # two moments of each, and a few counters
+
+    def where(tree):
+        return jax.tree.map(lambda x: (x.shape, x.sharding.is_fully_replicated), tree)
+
+    assert where(lora.targets_like(program.base)) == where(state.params)
+    found = state.params["layers"]["q_proj_a"].sharding.shard_shape(state.params["layers"]["q_proj_a"].shape)
+    assert found[1] * 2 == shape.hidden_size
+    found = state.params["layers"]["q_proj_b"].sharding.shard_shape(state.params["layers"]["q_proj_b"].shape)
+    assert found[2] * 2 == shape.num_attention_heads
 
 
-def test_a_tokenizer_without_an_end_is_refused(tmp_path):
-    with pytest.raises(UserError, match="tokenizer_config.json names no eos_token"):
-        FastTokenizer(write_tokenizer(tmp_path, eos_token=None), "<mask>")
-
-
-def test_a_tokenizer_that_fails_at_a_text_is_named(tmp_path):
-    path = write_tokenizer(tmp_path, chat_template=None)
-    model = {"type": "WordLevel", "vocab": {"<|im_end|>": 0}, "unk_token": "gone"}
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"model": model}))
-    with pytest.raises(UserError, match="tokenizer.json is a tokenizer that fails: "):
-        FastTokenizer(path, "<mask>").encode(["a" * 40 + "b"])
-
-
-def test_lengths_that_a_tokenizer_was_once_used_with_do_not_matter(tmp_path):
-    path = write_tokenizer(tmp_path)
-    known = FastTokenizer(path, "<mask>").encode(["What is the number?", "It"])
-    fill = {"direction": "Right", "pad_to_multiple_of": None, "pad_id": 0, "pad_type_id": 0, "pad_token": "x"}
-    cut = {"direction": "Right", "max_length": 3, "strategy": "LongestFirst", "stride": 0}
-    changes = {"truncation": cut, "padding": {"strategy": {"Fixed": 99}, **fill}}
-    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
-    assert FastTokenizer(path, "<mask>").encode(["What is the number?", "It"]) == known
-
-
-def test_files_that_are_no_tokenizer_are_refused(tmp_path):
-    (tmp_path / "tokenizer_config.json").write_text("{}")
-    for content, said in (
-        (None, "tokenizer.json cannot be read: No such file"),
-        ("{}", "is not a Hugging Face tokenizer"),
-    ):
-        if content:
-            (tmp_path / "tokenizer.json").write_text(content)
-        with pytest.raises(UserError, match=said):
-            FastTokenizer(tmp_path / "tokenizer.json", "<mask>")
+@pytest.mark.parametrize(("key", "value"), [("rank", -4), ("alpha", float("nan")), ("targets", "("), ("full", [])])
+def test_adapters_of_a_doctored_run_are_one_line(key, value, tmp_path):
+    section = {"rank": 4, "alpha": 8.0, "targets": ".*_proj", "full": ""}
+    config = {"lora": section, "init_from": "there", "steps": 3, "objective": "ar"}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert read_adapters(epath.Path(tmp_path)) == (Lora(**section), epath.Path("there"))
+    assert read_objective(epath.Path(tmp_path)) == "ar"
+    (tmp_path / "config.json").write_text(json.dumps(config | {"lora": section | {key: value}}))
+    with pytest.raises(UserError, match=f"config.json cannot be read: lora.{key}: "):
+        read_adapters(epath.Path(tmp_path))
+    (tmp_path / "config.json").write_text(json.dumps(config | {"objective": [value]}))
+    with pytest.raises(UserError, match="config.json cannot be read: objective: "):
+        read_objective(epath.Path(tmp_path))

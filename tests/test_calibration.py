@@ -1,14 +1,20 @@
-"""What published runs say of our estimates: how well they are predicted, and that `plan` uses what follows."""
+"""Benchmarks without their machines: estimates of published runs and by hand, a rehearsal of `bench gpu`."""
 
 import importlib.util
+import itertools
 import json
 import statistics
+from pathlib import Path
 
+import jax
 import pytest
-from conftest import run
+from absl import flags
+from conftest import run, tiny_config
+from helpers import SHIPPED
 
-from refusion_jax.benchmarks import calibration
+from refusion_jax.benchmarks import calibration, gpu
 from refusion_jax.benchmarks.calibration import calibrate, left_out_errors, read_runs
+from refusion_jax.benchmarks.headline.tpu_estimates import BATCH_SIZES, faster_up_to, forward_costs, tpu_estimates
 from refusion_jax.distributed.chips import CHIPS, find_chip
 from refusion_jax.planning.compiler import prepare_environment
 
@@ -72,3 +78,135 @@ def test_bench_calibration_prints_every_run_and_every_generation():
 def test_stored_counts_are_those_of_our_programs(published):
     prepare_environment()
     assert calibration.compiled_again(published).expected == pytest.approx(published.expected, rel=0.02)
+
+
+MODEL = tiny_config(hidden_size=1024, intermediate_size=4096, vocab_size=32_768, num_hidden_layers=8)
+CHIP = find_chip("v5e:2x4")
+WEIGHTS = 8 * 1024 * (32 + 32 + 32) + 8 * 3 * 1024 * 4096 + 32_768 * 1024  # attention, mlp, output head
+
+
+def test_one_token_per_forward_is_bound_by_weights_at_batch_1():
+    costs = forward_costs(MODEL, rows=1, places=1, context=100)
+    assert costs.weight_bytes == 2 * WEIGHTS
+    assert costs.seconds(CHIP) == pytest.approx(2 * WEIGHTS / CHIP.hbm_bandwidth, rel=0.01)
+
+
+def test_a_large_batch_is_bound_by_arithmetic():
+    costs = forward_costs(MODEL, rows=4096, places=16, context=0)
+    attention = 8 * 2 * 2 * 4 * 8 * 16 * 16  # layers, products, FLOPs, heads, head size, queries, keys
+    assert costs.weight_flops + costs.attention_flops == 4096 * (2 * 16 * WEIGHTS + attention)
+    assert costs.seconds(CHIP) == pytest.approx(4096 * 2 * 16 * WEIGHTS / CHIP.peak_flops, rel=0.01)
+
+
+def test_chips_share_the_work_and_wait_for_each_other():
+    alone, shared = (forward_costs(MODEL, 64, 16, 100, chips) for chips in (1, 2))
+    for name in ("weight_flops", "weight_bytes", "attention_flops", "cache_bytes"):
+        assert getattr(shared, name) == getattr(alone, name) / 2
+    assert not alone.network_bytes
+    assert shared.network_bytes == (2 * 8 + 1) * 2 * (64 * 16 * 1024 * 2) / 2  # each value there and back
+
+
+def point(settings: str, forwards: int, width: int) -> dict:
+    about = {"system": "s", "decoder": "d", "start": "", "settings": settings, "tokens": 200, "forwards": forwards}
+    return about | {"width": width, "prompt_tokens": 20.0, "has_cache": True}
+
+
+def batches(*points: dict) -> list[dict]:
+    """The estimates on a v5e:2x4, by batch size."""
+    return tpu_estimates(list(points), problems=10)[0]["batches"]
+
+
+@pytest.mark.parametrize("name", ["forwards", "width", "prompt_tokens"])
+def test_more_work_is_never_faster(name):
+    found = [batches(point("", 20, 16) | {name: amount}) for amount in (1, 2, 16, 100, 1000)]
+    for estimates in zip(*found, strict=True):
+        speeds = [estimate["tokens_per_second"] for estimate in estimates]
+        assert speeds == sorted(speeds, reverse=True)
+
+
+def test_a_larger_batch_is_never_slower_and_the_advantage_of_few_forwards_ends():
+    found = batches(point("four tokens per forward", 50, 16))
+    for key in ("tokens_per_second", "one_token_per_forward"):
+        speeds = [estimate[key] for estimate in found]
+        assert all(before <= after * 1.001 for before, after in itertools.pairwise(speeds))
+    assert found[0]["speedup"] == pytest.approx((20 + 1) / (5 + 1), rel=0.05)  # the prefill counts as one
+    assert found[-1]["speedup"] < 1  # at four places per token
+
+
+def test_the_fastest_setting_of_a_decoder_counts_at_every_batch_size():
+    few, many = point("few forwards", 20, 64), point("few places", 80, 4)
+    best = batches(few, many)
+    for i, batch in enumerate(best):
+        assert batch["tokens_per_second"] == max(batches(p)[i]["tokens_per_second"] for p in (few, many))
+    assert (best[0]["settings"], best[-1]["settings"]) == ("few forwards", "few places")
+    assert [batch["batch_size"] for batch in best] == list(BATCH_SIZES)
+    assert best[0]["tokens_per_forward"] == 10
+
+
+def test_an_advantage_ends_where_it_is_first_lost():
+    found = [{"batch_size": 2**i, "speedup": ratio} for i, ratio in enumerate((3.0, 2.0, 1.0, 1.1))]
+    assert faster_up_to(found) == 2
+    assert faster_up_to(found[2:]) == 0
+
+
+def test_first_drafts_in_the_prefill_are_not_free():
+    """20 tokens by one forward, their drafts made in the prefill: twice the weights are read, not once."""
+    first, *_ = batches(point("drafts of the prefill", forwards=10, width=1))
+    assert first["tokens_per_forward"] == 20
+    assert first["speedup"] == pytest.approx((20 + 1) / 2, rel=0.05)
+
+
+def results(output: Path) -> tuple[dict, list[dict]]:
+    whole = json.loads((output / "results.json").read_text())
+    return whole, whole["records"]
+
+
+def test_what_does_not_fit_the_minutes_of_bench_gpu_is_skipped_and_told(tmp_path):
+    run("bench", "gpu", "--rehearse", "--minutes=0", f"--output={tmp_path / 'out'}")
+    whole, records = results(tmp_path / "out")
+    assert whole["rehearsal"]
+    assert [record["part"] for record in records] == ["logits", "attention", "training tiny", "decoding tiny, batch 2"]
+    assert all("0.0 are left" in record["skipped"] for record in records)
+    assert "A rehearsal" in (tmp_path / "out" / "section.md").read_text()
+
+
+def test_a_part_of_bench_gpu_that_fails_is_told_and_the_others_are_measured(tmp_path, monkeypatch, capsys):
+    def breaks():
+        raise RuntimeError("RESOURCE_EXHAUSTED: out | of\nmemory")
+
+    some = [gpu.Part("first", 0, breaks), gpu.Part("logits", 0, lambda: [{"largest_error": 0.5}])]
+    monkeypatch.setattr(gpu, "parts", lambda own: some)
+    own = flags.FlagValues()
+    gpu.define_flags(own)
+    own(["gpu", "--rehearse", f"--output={tmp_path / 'out'}"])
+    gpu.main(own)
+    _, records = results(tmp_path / "out")
+    assert records[0]["failed"] == "RuntimeError: RESOURCE_EXHAUSTED: out | of\nmemory"
+    assert json.loads(capsys.readouterr().out.splitlines()[1]) == records[1]
+    section = (tmp_path / "out" / "section.md").read_text()
+    assert "| first | RuntimeError: RESOURCE_EXHAUSTED: out / of memory |" in section
+    assert "| part | largest error |\n| --- | --- |\n| logits | 0.5 |" in section
+
+
+def test_the_use_of_several_devices_is_that_of_their_peaks_together(monkeypatch):
+    monkeypatch.setattr(gpu, "peak_flops", lambda kind: 1e12)
+    monkeypatch.setattr(gpu, "step_costs", lambda config: (2.0, 8e12))
+    assert gpu.trained("tiny")[0]["mfu"] == 4 / jax.device_count() == 0.5
+
+
+@pytest.mark.slow
+def test_the_rehearsal_measures_every_part(tmp_path):
+    asked = ("--rehearse", "--minutes=30", f"--checkpoint={SHIPPED / 'model'}", f"--output={tmp_path / 'out'}")
+    run("bench", "gpu", *asked)
+    _, records = results(tmp_path / "out")
+    assert not [record for record in records if "failed" in record or "skipped" in record]
+    by_part = {record["part"]: record for record in records}
+    assert by_part["logits"]["largest_error"] < 1e-5
+    errors = [value for name, value in by_part["attention"].items() if name.endswith("_error")]
+    assert 0 < max(errors) < 0.02
+    assert len(errors) == 4
+    assert by_part["answers"]["same"] == 1
+    assert by_part["training tiny"]["tokens_per_second"] > 0
+    assert by_part["decoding tiny, batch 2"]["tokens_per_second"] > 0
+    section = (tmp_path / "out" / "section.md").read_text()
+    assert section.count("| tiny |") == 4  # training, two decoders, and one of them in int8

@@ -19,7 +19,7 @@ from conftest import tiny_model
 from etils import epath
 from flax import nnx
 
-from refusion_jax import UserError, load_model
+from refusion_jax import UserError
 from refusion_jax.checkpoints import checksums
 from refusion_jax.checkpoints import manager as checkpoints_module
 from refusion_jax.checkpoints.directory import TEMPORARY, find_step, is_complete, saved_steps
@@ -141,16 +141,6 @@ def test_weights_that_are_no_numbers_are_named(tmp_path, value):
         restore_params(tmp_path, target(params))
     with pytest.raises(UserError, match=said):
         open_params(tmp_path, target(params))(("layers", "o_proj"), slice(2, 4))
-
-
-def test_a_model_is_loaded_in_a_precision_that_there_is(tmp_path):
-    for how, said in (
-        *(({"dtype": name}, f"dtype={name}: must be float32 or bfloat16") for name in ("int8", "x")),
-        ({"weights": "int4"}, "known: same, int8"),
-        ({"mesh": {"data": 1}}, "mesh={'data': 1}: must be what make_mesh returns"),
-    ):
-        with pytest.raises(UserError, match=said):
-            load_model(tmp_path, **how)
 
 
 def test_a_step_is_found_from_a_run_its_checkpoints_or_itself(tmp_path):

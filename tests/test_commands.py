@@ -190,7 +190,6 @@ BAD = {
         "model.json: is there already, and no tokenizer of ours",
     ),
     "a corpus and another": (["train_tokenizer", "--input=a", "--input=b"], "--input=b: already defined as a"),
-    "a prompt and another": ([*ONE, "--prompt=y"], "--prompt=y: already defined as x"),
     "numbers that are no digits": (["bench", "decode", "--batch_sizes=8,²"], "must be numbers from 1 to"),
     "setup without a decoder": (["bench", "decode", "--setup="], "unknown"),
     "inspecting nothing": (["inspect_data", "--data={dir}"], "holds no rows (there is no manifest.json)"),

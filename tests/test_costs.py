@@ -5,7 +5,7 @@ import re
 
 import pytest
 
-from refusion_jax.distributed.chips import Calibration, find_chip
+from refusion_jax.distributed.chips import Calibration, find_chip, peak_flops
 from refusion_jax.planning.costs import GATHER_BY_SUM, Collective, Costs, Operation, count, keys_seen
 from refusion_jax.planning.estimate import estimate
 from refusion_jax.planning.hlo import parse
@@ -279,3 +279,11 @@ ENTRY %main (x: f32[4], at: s32[]) -> f32[16] {
     assert found == Collective(GATHER_BY_SUM, "ici", 1, False, 2 * 64 * 3 / 4)
     plain = text.replace("all-reduce(%part)", "all-reduce(%zeros)")
     assert count(parse(plain), chips_per_slice=4).collectives[0].kind == "all-reduce"
+
+
+def test_the_longest_matching_device_kind_gives_the_peak():
+    assert peak_flops("TPU v5 lite") == 197e12
+    assert peak_flops("TPU v5") == 459e12
+    assert peak_flops("NVIDIA H100 80GB HBM3") == 989e12
+    assert peak_flops("NVIDIA H100 PCIe") == 756e12
+    assert peak_flops("cpu") is None

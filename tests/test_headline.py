@@ -1,4 +1,4 @@
-"""`bench headline`: operating points that decoders accept, and results that are stored."""
+"""`bench headline`: operating points that decoders accept, results that are stored, and the speed proxy."""
 
 import dataclasses
 import json
@@ -9,14 +9,17 @@ import subprocess
 import sys
 from collections import Counter
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import ROOT, run, start
+from conftest import PROMPTS, ROOT, causal, run, settings, sharp_model, start
 from helpers import load_config, wait_until
 
-from refusion_jax import UserError
+from refusion_jax import UserError, decode
 from refusion_jax.benchmarks.headline.experiment import BUDGETS, Experiment
 from refusion_jax.benchmarks.headline.results import open_store
+from refusion_jax.benchmarks.headline.speed_proxy import SpeedProxy, proxy_model
 from refusion_jax.data import families
 from refusion_jax.data.sources import held_out_problems
 from refusion_jax.systems.registry import decoders_for, find_decoder, trainable
@@ -241,3 +244,38 @@ def test_an_interrupted_comparison_goes_on_and_comes_out_as_one_that_was_not(tmp
     assert outcome("straight") == outcome("killed")
     keys = [json.loads(line)["key"] for line in kept.read_text().splitlines()]
     assert len(set(keys)) == len(keys)
+
+
+def pair() -> SpeedProxy:
+    """A model of width 16, with a proxy of width 128."""
+    model = sharp_model(1)
+    return SpeedProxy(model, proxy_model(128, 2, model))
+
+
+@pytest.mark.parametrize("method", ["refusion", "llada"])
+@pytest.mark.thorough
+def test_a_proxy_changes_no_answer(method):
+    """Of a decoder with a cache of both, and of one without."""
+    both, s = pair(), settings(method, new=8, infill="exact", head_rows=20)
+    assert decode(both, PROMPTS[:1], s) == decode(both.model, PROMPTS[:1], s)
+
+
+def test_every_forward_is_computed_by_both():
+    """By what XLA counts of a forward pass on top of a cache, and of one without."""
+    both = pair()
+
+    def flops(model):
+        tokens = jnp.array(PROMPTS[0])[None]
+        places, seen = jnp.arange(tokens.size)[None], jnp.ones((1, tokens.size, tokens.size), bool)
+
+        def forward(model):
+            cached = model.extend(tokens, places, model.empty_cache(1, 32), jnp.zeros((1,), jnp.int32), seen)
+            return cached, model(tokens, places, causal(jnp.ones_like(tokens)))
+
+        return jax.jit(forward).lower(model).compile().cost_analysis()["flops"]
+
+    alone, other, together = map(flops, (both.model, both.proxy, both))
+    assert other > 2 * alone
+    assert together == pytest.approx(alone + other, rel=0.05)
+    assert both.weight_bytes == both.proxy.weight_bytes > 2 * both.model.weight_bytes
+    assert both.empty_cache(1, 32).proxy.keys.shape == (2, 1, 1, 32, 64)

@@ -219,14 +219,6 @@ def test_what_transformers_has_no_words_for_survives_both_directions(tmp_path):
             choose_method(epath.Path(path), "refusion")
 
 
-def test_a_mask_token_that_config_json_leaves_open_is_the_tokenizers(tmp_path):
-    source = saved(tmp_path / "theirs", vocab_size=320, num_tokens=290)
-    change_config(source, mask_token_id=None)
-    tokenizer = SentencePieceTokenizer.train(["hello world, this is a text. " * 3] * 9, 290)
-    (source / "tokenizer.model").write_bytes(tokenizer.model)
-    assert load_model(source).config.mask_token_id == tokenizer.mask_id
-
-
 def change_config(path, **changes):
     config = json.loads((path / "config.json").read_text()) | changes
     (path / "config.json").write_text(json.dumps({k: v for k, v in config.items() if v != "gone"}))

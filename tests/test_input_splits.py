@@ -1,19 +1,30 @@
-"""Source files of every kind, read whole or in splits."""
+"""Source files of every kind, compressed, in web archives and on a hub, whole or in splits."""
 
+import bz2
+import gzip
+import json
+import os
 import random
 import re
 import subprocess
 import sys
+from urllib.parse import urlsplit
 
 import pyarrow
 import pyarrow.parquet
 import pytest
 from conftest import ROOT, config_with
-from test_prepare import write_pairs
+from helpers import http_server
+from test_prepare import contents, documents, make, tokenizer_file, write_pairs  # noqa: F401  a fixture
 
+from refusion_jax import UserError
+from refusion_jax.data import packing, shards
 from refusion_jax.data.examples import Bad, Example, Fields
+from refusion_jax.data.fast_tokenizer import load_tokenizer_file
+from refusion_jax.data.hub import pinned
 from refusion_jax.data.input_splits import find_files, read, splits_of, whole
 from refusion_jax.data.sources import read_examples
+from refusion_jax.data.tokenizer import SentencePieceTokenizer
 
 
 def test_a_directory_with_a_link_to_one_above_is_read_once(tmp_path):
@@ -148,3 +159,143 @@ def test_a_text_is_cut_between_characters_only(size, tmp_path):
     assert "".join(e.response for e in parts) == text
     assert [e.starts for e in parts] == [True] + [False] * (len(parts) - 1)
     assert [e.ends for e in parts] == [False] * (len(parts) - 1) + [True]
+
+
+def zstd(content):
+    return pyarrow.compress(content, "zstd", asbytes=True)
+
+
+def read_whole(path):
+    (part,) = splits_of(str(path), 100)
+    return list(read(part, Fields()))
+
+
+@pytest.mark.parametrize(("suffix", "compress"), [(".gz", gzip.compress), (".bz2", bz2.compress), (".zst", zstd)])
+def test_compressed_lines_are_read_as_others_are_and_what_is_damaged_is_told(suffix, compress, tmp_path):
+    lines = [json.dumps({"text": f"text {i} " * 50}) + "\n" for i in range(3000)]
+    (tmp_path / "a.jsonl").write_text("".join(lines))
+    plain = list(read(splits_of(str(tmp_path / "a.jsonl"), 1 << 30)[0], Fields()))
+    packed = compress("".join(lines).encode())
+    for name, content in (("a.jsonl", packed), ("b.json", packed), ("c.jsonl", packed[: len(packed) * 9 // 10])):
+        (tmp_path / f"{name}{suffix}").write_bytes(content)
+    whole = read_whole(tmp_path / f"a.jsonl{suffix}")
+    assert [example.response for example in whole] == [example.response for example in plain]
+    assert str(whole[7].where) == f"{tmp_path}/a.jsonl{suffix}:8"
+    assert len(read_whole(tmp_path / f"b.json{suffix}")) == 3000
+    *kept, last = read_whole(tmp_path / f"c.jsonl{suffix}")
+    assert isinstance(last, Bad)
+    assert last.kind == "unreadable file"
+    assert all(isinstance(example, Example) for example in kept)
+    assert [example.response for example in kept] == [example.response for example in plain[: len(kept)]]
+
+
+def test_what_a_file_expands_to_is_packed_in_parts(tmp_path, monkeypatch, tokenizer_file):  # noqa: F811
+    write_pairs(tmp_path / "a.jsonl", 400)
+    (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress((tmp_path / "a.jsonl").read_bytes()))
+    make(tokenizer_file, tmp_path / "a.jsonl", tmp_path / "plain", shard=1 << 30)
+    make(tokenizer_file, tmp_path / "a.jsonl.gz", tmp_path / "whole")
+    monkeypatch.setattr(shards, "_PACKED", 500)
+    manifest = make(tokenizer_file, tmp_path / "a.jsonl.gz", tmp_path / "parts")
+    rows = [{n: c for n, c in contents(tmp_path / name).items() if n.startswith("rows")} for name in ("plain", "whole")]
+    assert rows[0] == rows[1]
+    assert len(manifest.shards) == 1
+    assert documents(tmp_path / "parts") == documents(tmp_path / "plain")
+
+
+def test_prompts_that_a_file_expands_to_are_tokenized_in_parts(tmp_path, monkeypatch, tokenizer_file):  # noqa: F811
+    """However short their answers are: neither texts nor ids of more than a bounded part are in memory."""
+    line = json.dumps({"query": "one two " * 1000, "response": "three"})
+    path = tmp_path / "a.jsonl.gz"
+    path.write_bytes(gzip.compress(f"{line}\n".encode() * 20))
+    held, encoded = [], []
+    tokenize, encode = shards.tokenize, SentencePieceTokenizer.encode_prompts
+
+    def tokenize_recorded(examples, *how):
+        held.append(sum(map(len, (text for example in examples for text in example.texts))))
+        return tokenize(examples, *how)
+
+    def encode_recorded(self, texts):
+        encoded.append(sum(map(len, texts)))
+        return encode(self, texts)
+
+    monkeypatch.setattr(packing, "BATCH", 10_000)
+    monkeypatch.setattr(shards, "tokenize", tokenize_recorded)
+    monkeypatch.setattr(SentencePieceTokenizer, "encode_prompts", encode_recorded)
+    make(tokenizer_file, path, tmp_path / "rows", row_length=8192)
+    assert max(held) <= 2 * len(line)
+    encoded.clear()
+    load = load_tokenizer_file(tokenizer_file, "<mask>")
+    assert len(list(packing.tokenize(read_whole(path), load, 8192))) == 20
+    assert max(encoded) <= 2 * len(line)
+    encoded.clear()  # 16 MiB of prompt would take a tokenizer 4 GiB, only to say that it fits in no row
+    (bad, *_) = packing.tokenize(read_whole(path), load, 60)
+    assert bad.reason.startswith("8,005 characters do not fit in row_length=60; on_error=skip leaves out")
+    assert not any(encoded)
+
+
+def record(kind, url, content, content_type):
+    head = f"WARC/1.0\r\nWARC-Type: {kind}\r\nWARC-Target-URI: {url}\r\nContent-Type: {content_type}\r\n"
+    return f"{head}Content-Length: {len(content)}\r\n\r\n".encode() + content + b"\r\n\r\n"
+
+
+def test_texts_of_web_archives_are_read_with_their_urls(tmp_path):
+    for package in ("fastwarc", "resiliparse"):
+        pytest.importorskip(package, reason="web archives are not read: pip install -e '.[archives]'")
+    page = "<html><body><nav><a href='/'>menu</a></nav><main><p>Grüße an <b>alle</b>.</p></main></body></html>".encode()
+    http_head = b"HTTP/1.1 200 OK\r\nContent-Type: text/html; charset=utf-8\r\n\r\n"
+    texts = [record("conversion", f"https://a.org/{i}", f"text {i} ü".encode(), "text/plain") for i in range(3)]
+    pages = record("response", "https://b.org/", http_head + page, "application/http; msgtype=response")
+    (tmp_path / "a.warc.wet.gz").write_bytes(b"".join(map(gzip.compress, texts)))
+    (tmp_path / "b.warc.gz").write_bytes(gzip.compress(texts[0][:0] + record("metadata", "x", b"a: b", "x/y") + pages))
+    (tmp_path / "c.wet").write_bytes(texts[0] + texts[1][:-9])
+    found = read_whole(tmp_path / "a.warc.wet.gz")
+    assert [(e.response, e.url) for e in found] == [(f"text {i} ü", f"https://a.org/{i}") for i in range(3)]
+    assert re.fullmatch(rf"{tmp_path}/a.warc.wet.gz: record at byte [1-9]\d+", found[1].where)
+    (only,) = read_whole(tmp_path / "b.warc.gz")
+    assert (only.response.strip(), only.url) == ("Grüße an alle.", "https://b.org/")
+    good, bad = read_whole(tmp_path / "c.wet")
+    assert (good.response, bad.kind) == ("text 0 ü", "unreadable file")
+    (tmp_path / "d.wet").write_bytes(texts[0].replace(b"\r\n", b"\n"))
+    (none,) = read_whole(tmp_path / "d.wet")
+    assert none.reason == "a record of no WARC-Type that is known"
+
+
+FILES = {"README.md": b"# about", "data/a.jsonl": b'{"text": "one two"}\n' * 3, "b.jsonl": b'{"text": "three"}\n'}
+COMMIT = "a" * 40
+
+
+def hub(path, *_):
+    """As much of the Hugging Face Hub as lists and reads the files of one data set."""
+    path = urlsplit(path).path
+    if path in ("/api/datasets/o/n/revision/v1", f"/api/datasets/o/n/revision/{COMMIT}"):
+        return 200, json.dumps({"id": "o/n", "sha": COMMIT, "siblings": []}).encode()
+    if found := re.fullmatch(rf"/api/datasets/o/n/tree/{COMMIT}(?:/(.*))?", path):
+        inside = [name for name in FILES if name.startswith(found[1] or "")]
+        deep = {name.split("/")[0] for name in inside if "/" in name and not found[1]}
+        entries = [{"type": "directory", "path": name, "size": 0, "oid": "0" * 40} for name in deep]
+        here = [name for name in inside if found[1] or "/" not in name]
+        entries += [{"type": "file", "path": n, "size": len(FILES[n]), "oid": "0" * 40} for n in here]
+        return 200, json.dumps(entries).encode()
+    if found := re.fullmatch(rf"/datasets/o/n/resolve/{COMMIT}/(.*)", path):
+        return 200, FILES[found[1]]
+    return 404, b"{}"
+
+
+def test_a_data_set_of_the_hub_is_read_at_the_commit_of_its_revision(tmp_path, tokenizer_file):  # noqa: F811
+    line = [sys.executable, "-m", "refusion_jax.prepare"]  # no fork: huggingface_hub reads both as it is imported
+    line += [f"--tokenizer={tokenizer_file}", "--workers=1", "--input=hf://datasets/o/n@v1", f"--output={tmp_path}/out"]
+    with http_server(hub) as address:
+        env = os.environ | {"HF_ENDPOINT": address, "HF_HUB_OFFLINE": "0"}  # which other tests have set
+        done = subprocess.run(line, cwd=ROOT, env=env, capture_output=True, text=True)
+        line[-2:] = ["--input=hf://datasets/o/other", f"--output={tmp_path}/none"]
+        other = subprocess.run(line, cwd=ROOT, env=env, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "4 documents" in done.stdout
+    manifest = json.loads((tmp_path / "out" / "manifest.json").read_text())
+    assert f"--input=hf://datasets/o/n@{COMMIT} " in manifest["command"]
+    assert list(manifest["sources"]) == [f"hf://datasets/o/n@{COMMIT}"]
+    assert other.returncode == 2
+    assert other.stderr.startswith("error: --input=hf://datasets/o/other: ")
+    for name, why in (("datasets/gsm8k", ""), ("datasets/o/", ""), ("datasets/@v1", ""), ("o/n", "is no data set")):
+        with pytest.raises(UserError, match=f"--input=hf://{name}: {why}"):
+            pinned(f"hf://{name}")

@@ -1,3 +1,5 @@
+"""Documents packed into rows, and what of a conversation is trained: the assistant's answers and their ends."""
+
 import collections
 import itertools
 import tracemalloc
@@ -6,11 +8,14 @@ import hypothesis
 import hypothesis.strategies as st
 import numpy as np
 import pytest
+from helpers import write_tokenizer
 
 from refusion_jax import UserError
-from refusion_jax.data.examples import Bad, Example
+from refusion_jax.data.examples import Bad, Example, Fields, to_examples
+from refusion_jax.data.fast_tokenizer import load_tokenizer_file
 from refusion_jax.data.packing import Document, pack, rows_of, tokenize, usable
-from refusion_jax.data.tokenizer import SentencePieceTokenizer
+from refusion_jax.data.rows import decode_row, encode_row
+from refusion_jax.data.tokenizer import MASK_PIECE, SentencePieceTokenizer
 
 ROW = 16
 
@@ -26,11 +31,12 @@ def documents(draw):
 
 
 @hypothesis.given(documents())
-def test_every_document_is_in_one_row_once_whole_and_marked(docs):
+def test_every_document_is_in_one_row_once_whole_and_marked_and_rows_are_as_full_as_best_fit_decreasing_has_them(docs):
     rows = pack(docs, ROW)
-    found = []
+    found, fill = [], []
     for tokens, segments, response in zip(rows.tokens, rows.segment_ids, rows.is_response, strict=True):
         used = int(np.sum(segments > 0))
+        fill.append(used)
         assert (segments[:used] > 0).all()
         assert (segments[used:] == 0).all()
         assert (np.diff(segments[:used]) >= 0).all()
@@ -43,17 +49,9 @@ def test_every_document_is_in_one_row_once_whole_and_marked(docs):
             assert response[inside].tolist() == [i >= prompt_length for i in range(int(inside.sum()))]
             found.append(document(tokens[inside], prompt_length))
     assert collections.Counter(map(repr, found)) == collections.Counter(map(repr, docs))
+    assert sorted(fill) == sorted(best_fit_decreasing([len(d.tokens) for d in docs]))
     assert rows.documents == len(docs)
     assert rows.fill == pytest.approx(sum(len(d.tokens) for d in docs) / (len(rows) * ROW))
-
-
-@hypothesis.given(documents())
-def test_rows_are_packed_as_tightly_as_best_fit_decreasing_promises(docs):
-    """No more than one row in all is at most half full, or two of them would have gone into one."""
-    fill = np.sum(pack(docs, ROW).segment_ids > 0, axis=1)
-    assert np.sum(fill <= ROW // 2) <= 1
-    expected = best_fit_decreasing([len(d.tokens) for d in docs])
-    assert sorted(fill.tolist()) == sorted(expected)
 
 
 def best_fit_decreasing(lengths):
@@ -122,3 +120,51 @@ def test_examples_that_are_left_out_are_counted_and_not_kept(caplog):
     finally:
         tracemalloc.stop()
     assert "left out 30000 examples; the first: a.jsonl:2: bad" in caplog.text
+
+
+TALK_ROW = 1024
+SPELLED = st.sampled_from(["<|im_end|>", "<|im_start|>assistant\n", "What is the number?", " ", "\n\n", "grüße ☃"])
+LETTERS = st.text(st.characters(codec="utf-8", exclude_characters="\0\u2581"), min_size=1, max_size=6)
+CONTENT = st.lists(SPELLED | LETTERS, min_size=1, max_size=3).map("".join)
+TURN = st.tuples(st.sampled_from(["user", "assistant", "tool"]), CONTENT)
+OPENING = st.lists(st.tuples(st.just("system"), CONTENT), max_size=1)
+TALK = st.tuples(OPENING, CONTENT, st.lists(TURN, max_size=4), CONTENT).map(
+    lambda t: [*t[0], ("user", t[1]), *t[2], ("assistant", t[3])]
+)
+
+
+@pytest.fixture(scope="module", params=["template", "plain"])
+def chat_tokenizer(request, tmp_path_factory):
+    if request.param == "plain":
+        return SentencePieceTokenizer.train(["What is the number? It is the number."] * 20, 300)
+    return load_tokenizer_file(write_tokenizer(tmp_path_factory.mktemp("tokenizer")), MASK_PIECE)
+
+
+@hypothesis.settings(max_examples=60)
+@hypothesis.given(st.lists(TALK, min_size=1, max_size=4), st.sampled_from(["last", "all"]))
+def test_the_assistants_tokens_and_their_ends_are_trained_and_no_others(chat_tokenizer, talks, turns):
+    tokenizer = chat_tokenizer
+    items = [{"messages": [{"role": role, "content": text} for role, text in talk]} for talk in talks]
+    examples = [example for item in items for example in to_examples(item, "here", Fields(turns=turns))]
+    documents = list(tokenize(examples, tokenizer, TALK_ROW))
+    answers = [(talk, at) for talk in talks for at, (role, _) in enumerate(talk) if role == "assistant"]
+    asked = [(talk, at) for talk, at in answers if turns == "all" or at == len(talk) - 1]
+    prompts = tokenizer.encode_prompts([tuple(talk[:at]) for talk, at in asked])
+    expected = collections.Counter((tuple(ids), talk[at][1]) for ids, (talk, at) in zip(prompts, asked, strict=True))
+    packed, written = pack(documents, TALK_ROW), rows_of(documents, TALK_ROW)
+    for index, parts in enumerate(written):  # as `prepare` writes the same rows
+        dtype = np.dtype(["<u2", "<u4"][len(talks) % 2])
+        tokens = np.concatenate([part.tokens for part in parts]).astype(dtype)
+        record = encode_row(tokens, [len(part) for part in parts], [part.prompt_length for part in parts])
+        for name, values in decode_row(record, TALK_ROW, dtype).items():
+            np.testing.assert_array_equal(values, packed[index][name])
+    found = collections.Counter()
+    for row in map(packed.__getitem__, range(len(packed))):
+        assert not row["is_response"][row["segment_ids"] == 0].any()
+        for segment in range(1, row["segment_ids"].max() + 1):
+            tokens, trained = (row[name][row["segment_ids"] == segment] for name in ("tokens", "is_response"))
+            response = tokens[trained].tolist()
+            assert response[-1] == tokenizer.eos_id
+            assert tokens.tolist() == [*tokens[~trained], *response]
+            found[tuple(tokens[~trained].tolist()), tokenizer.decode(response[:-1])] += 1
+    assert found == expected

@@ -11,9 +11,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import hypothesis
-import hypothesis.strategies as st
-import numpy as np
 import psutil
 import pytest
 from conftest import ROOT, run, start
@@ -28,7 +25,6 @@ from refusion_jax.data.fast_tokenizer import load_tokenizer_file
 from refusion_jax.data.manifest import read_manifest
 from refusion_jax.data.preparation import Preparation, plan_chunks
 from refusion_jax.data.prepared import PreparedRows
-from refusion_jax.data.rows import decode_row, encode_row
 from refusion_jax.data.shards import PrepareSettings, Worker
 from refusion_jax.data.tokenizer import MASK_PIECE, SentencePieceTokenizer
 from refusion_jax.data.workers import Processes
@@ -99,18 +95,6 @@ def expected(tokenizer_file, pairs):
 
 def contents(directory):
     return {str(p.relative_to(directory)): p.read_bytes() for p in sorted(directory.rglob("*")) if p.is_file()}
-
-
-@hypothesis.given(st.lists(st.tuples(st.integers(0, 9), st.integers(1, 9)), min_size=1, max_size=9), st.booleans())
-def test_a_row_is_read_as_it_was_written(parts, is_wide):
-    lengths, prompts = [p + r for p, r in parts], [p for p, _ in parts]
-    dtype, T = np.dtype("<u4" if is_wide else "<u2"), sum(lengths) + 3
-    tokens = np.arange(1, sum(lengths) + 1).astype(dtype)
-    record = encode_row(tokens, lengths, prompts)
-    row = decode_row(record, T, dtype)
-    assert row["tokens"].tolist() == [*range(1, sum(lengths) + 1), 0, 0, 0]
-    assert row["segment_ids"].tolist() == [i for i, n in enumerate(lengths, 1) for _ in range(n)] + [0] * 3
-    assert row["is_response"].tolist() == [x for p, r in parts for x in [False] * p + [True] * r] + [False] * 3
 
 
 def test_every_pair_is_in_the_rows_once_and_whole(tmp_path, tokenizer_file):
@@ -278,11 +262,6 @@ def test_another_input_or_another_flag_is_no_continuation(tmp_path, tokenizer_fi
     assert "out is finished, and was not made again: files of the input were modified since" in caplog.text
     with pytest.raises(UserError, match=r"holds other rows \(other input or flags\)"):
         make(tokenizer_file, tmp_path / "a.jsonl", tmp_path / "out", row_length=32)
-    (tmp_path / "mine").mkdir()
-    (tmp_path / "mine" / "thesis.txt").write_text("years")
-    with pytest.raises(UserError, match="mine is not empty; name a new directory"):
-        make(tokenizer_file, tmp_path / "a.jsonl", tmp_path / "mine")
-    assert contents(tmp_path / "mine") == {"thesis.txt": b"years"}
 
 
 @pytest.mark.thorough

@@ -1,13 +1,22 @@
-"""Processes that run together: how they find each other, and what the others do when one fails or is lost."""
+"""Processes that run together, lose one another or hang, the memory that one frees, and the programs it trusts."""
 
+import glob
 import os
 import signal
 import socket
 import subprocess
+import sys
 
+import jax
 import pytest
 from conftest import FORKS
+from etils import epath
 from helpers import free_port
+from jax.experimental.compilation_cache import compilation_cache
+
+from refusion_jax.distributed.compiled_code import find_danger, keep_compiled
+from refusion_jax.distributed.host_memory import ACCELERATORS
+from refusion_jax.distributed.watchdog import Watchdog
 
 PROGRAM = """
 import select, sys, time
@@ -89,3 +98,163 @@ def test_a_port_in_use_is_bad_input():
     assert process.returncode == 2, err
     (line,) = [line for line in err.splitlines() if line.startswith("error: ")]
     assert "JAX_COORDINATOR_ADDRESS=localhost:" in line
+
+
+def test_a_process_that_hangs_shows_its_stacks_and_leaves_to_be_started_again():
+    program = (
+        "import time\nfrom refusion_jax.distributed.watchdog import Watchdog\ndog = Watchdog(0.003); dog.alive(7)\n"
+    )
+    program += "def stuck():\n    time.sleep(60)\nstuck()"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 75
+    assert "in stuck" in done.stderr
+    assert "nothing has happened for 0.018 minutes after step 7" in done.stderr
+
+
+class Clock:
+    """A clock that the test moves on, and a watchdog with no thread of its own that goes by it."""
+
+    def __init__(self, monkeypatch, minutes: float):
+        self.now = 0.0
+        monkeypatch.setattr("time.monotonic", lambda: self.now)
+        monkeypatch.setattr("threading.Thread.start", lambda self: None)
+        self.dog, self._patch = Watchdog(minutes), monkeypatch.setattr
+
+    def ends(self) -> bool:
+        """Whether the watchdog ends the process when it looks now."""
+        looks, ended = iter([False, True]), []
+        self._patch(self.dog._closed, "wait", lambda seconds: next(looks))
+        self._patch("os._exit", ended.append)
+        self.dog._watch()
+        return ended == [75]
+
+
+def test_what_counts_as_a_hang_is_measured(monkeypatch):
+    clock, limits = Clock(monkeypatch, 1.0), []
+    for step, (seconds, is_slow) in enumerate([(1, False), *[(2, False)] * 32, (300, True), (30, False), (2, False)]):
+        clock.now += seconds
+        clock.dog.alive(step, is_slow)
+        limits.append(clock.dog._seconds)
+    assert limits == [360] * 31 + [60, 60] + [360, 300, 300]
+
+
+def test_what_gives_no_sign_of_life_may_take_longer(monkeypatch):
+    clock = Clock(monkeypatch, 1.0)
+    with clock.dog.paused():
+        clock.now += 1e6
+        assert not clock.ends()
+    clock.now += 360
+    assert not clock.ends()
+    clock.now += 1
+    assert clock.ends()
+
+
+def said_by(program: str) -> int:
+    """The number that a program prints, which has allocated nothing before."""
+    return int(subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout)
+
+
+@pytest.mark.skipif(any(map(glob.glob, ACCELERATORS)), reason="with an accelerator memory is returned")
+def test_large_arrays_of_threads_take_the_same_pages_each_time():
+    """The kernel would clear 3 x 16,384 pages."""
+    faults = """if True:
+        import resource, threading
+        from refusion_jax.distributed.host_memory import keep_freed_memory
+
+        keep_freed_memory()
+        for step in range(4):
+            if step == 1:
+                before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+            thread = threading.Thread(target=lambda: b"x" * (1 << 26))
+            thread.start()
+            thread.join()
+        print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+    """
+    assert said_by(faults) < 1_000
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_what_is_free_is_returned_also_between_what_is_in_use():
+    """Of 8,192 pieces of 16 KiB every second one is freed, of each of which three pages or four."""
+    returned = """if True:
+        import mmap
+        from refusion_jax.distributed.host_memory import return_freed_memory
+
+        def resident():
+            return int(open("/proc/self/statm").read().split()[1]) * mmap.PAGESIZE >> 20
+
+        kept = [b"x" * (1 << 14) for _ in range(8192)]
+        del kept[::2]
+        before = resident()
+        return_freed_memory()
+        print(before - resident())
+    """
+    assert said_by(returned) > 40
+
+
+def test_a_directory_of_ones_own_is_trusted_and_one_that_others_can_write_is_not(tmp_path):
+    cache = tmp_path / "runs" / "cache"
+    assert find_danger(epath.Path(cache)) is None  # not there yet
+    cache.mkdir(parents=True)
+    (cache / "program").write_bytes(b"x")
+    assert find_danger(epath.Path(cache)) is None
+    for path, mode in ((cache, 0o777), (cache, 0o1777), (cache.parent, 0o777), (cache / "program", 0o666)):
+        before = path.stat().st_mode
+        path.chmod(mode)
+        assert str(path) in find_danger(epath.Path(cache))
+        path.chmod(before)
+    cache.parent.chmod(0o1777)  # like /tmp: others can add to it, but not replace what is ours
+    assert find_danger(epath.Path(cache)) is None
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files away")
+def test_what_somebody_else_has_put_there_is_not_run(tmp_path):
+    (tmp_path / "cache").mkdir()
+    (tmp_path / "cache" / "program").write_bytes(b"x")
+    os.chown(tmp_path / "cache" / "program", 12345, -1)
+    assert "program may be by somebody else" in find_danger(epath.Path(tmp_path / "cache"))
+    os.chown(tmp_path / "cache", 12345, -1)
+    assert "belongs to another user" in find_danger(epath.Path(tmp_path / "cache"))
+
+
+def test_who_can_write_to_an_object_store_is_not_known():
+    assert "is not known" in find_danger(epath.Path("gs://bucket/run"))
+
+
+@pytest.fixture
+def no_cache_yet(monkeypatch, tmp_path):
+    """As users have it; the tests' own cache is back after the test."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "home"))
+    names = ("enable_compilation_cache", "compilation_cache_dir", "persistent_cache_min_compile_time_secs")
+    names = [f"jax_{name}" for name in names]
+    before = [getattr(jax.config, name) for name in names]
+    jax.config.update("jax_enable_compilation_cache", True)
+    yield
+    for name, value in zip(names, before, strict=True):
+        jax.config.update(name, value)
+    compilation_cache.reset_cache()
+
+
+def test_a_doctored_program_in_a_downloaded_run_is_not_run(no_cache_yet, tmp_path):
+    """Not even where all of its files are this user's, as those of a download are, unless the user shares them."""
+
+    def compute(directory, whose, factor):
+        jax.config.update("jax_compilation_cache_dir", None)
+        compilation_cache.reset_cache()  # each call stands for a process
+        keep_compiled(epath.Path(directory), whose)
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+
+        def program(x):
+            return factor * x
+
+        return float(jax.jit(program)(1.0))
+
+    run, other = tmp_path / "run", tmp_path / "other"
+    assert [compute(run, "shared", 2.0), compute(other, "shared", 3.0)] == [2.0, 3.0]
+    (kept,), (doctored,) = (list(directory.glob("jit_program-*-cache")) for directory in (run, other))
+    kept.write_bytes(doctored.read_bytes())
+    assert compute(run, "shared", 2.0) == 3.0
+    assert compute(run, "off", 2.0) == compute(run, "own", 2.0) == 2.0
+    assert [path.name.split("-")[0] for path in (tmp_path / "home" / "refusion_jax" / "compiled").glob("*-cache")] == [
+        "jit_program"
+    ]

@@ -1,17 +1,20 @@
 """The README's first command, in full: install, pretrain from scratch, decode what was never seen."""
 
+import hashlib
 import json
 import os
 import re
 import shutil
 import subprocess
+import sys
 
 import pytest
-from conftest import BOS, QUICK_COMPILE, ROOT, TINY_RUN, compiled, settings, tiny_model
+from conftest import BOS, QUICK_COMPILE, ROOT, TINY_RUN, compiled, config_with, settings, tiny_model
 from helpers import Letters
 
 from refusion_jax import quickstart
-from refusion_jax.data import tasks
+from refusion_jax.data import families, tasks
+from refusion_jax.data.sources import read_examples
 from refusion_jax.data.tokenizer import SentencePieceTokenizer
 from refusion_jax.systems.api import Decoded
 
@@ -101,3 +104,104 @@ def test_every_answer_fits_into_the_tokens_allowed():
     tokenizer = SentencePieceTokenizer.train([text for p in problems for text in (p.query, p.response)], 512)
     longest = max(map(len, tokenizer.encode([p.response for p in problems])))
     assert longest + 1 <= quickstart.MAX_NEW_TOKENS  # one for eos
+
+
+ANSWERS = {
+    "add": ("Add 47 and 85.", "7+5+0=12; 4+8+1=13; 132"),
+    "sort": ("Sort 7 3 9 1.", "1 3 7 9"),
+    "reverse": ("Reverse red blue green.", "green blue red"),
+    "replace": ("Replace fig by lime: fig pear fig.", "lime pear lime"),
+    "table": ("Table ann fig red, bob kiwi blue, cat pear gold. Column 2.", "fig kiwi pear"),
+    "quote": ("Quote ann fig tom.", '"ann", "fig", "tom"'),
+    "json": ('From {"name": "ann", "age": 41, "room": 305} take room, name.', '{"room": 305, "name": "ann"}'),
+}
+
+
+def test_the_quickstarts_problems_are_the_same_for_ever():
+    drawn = repr([(p.family, p.query, p.response) for p in tasks.problems("train", 2000, seed=0)])
+    digest = hashlib.blake2b(drawn.encode(), digest_size=8).hexdigest()
+    assert digest == "021a0ccaf4bb778c", "the figures in benchmarks/results/ are of other problems"
+
+
+WORKED_OUT = {
+    "sum": ("482+377=", "859"),
+    "sum_by_steps": ("85+47 by steps=", "5+7+0=12 8+4+1=13 132"),
+    "product": ("48*37=", "1776"),
+    "product_by_steps": ("48*37 by steps=", "48*7=336 48*3=144 1776"),
+    "list": ("4 6 1 5: sort, evens, twice=", "4 4 6 6"),
+    "program": ("x=2; y=4; z=1; z=x-z; y=y*x; print(y,z)=", "8 1"),
+    "lookup": ("look fo 18 ce 49 bi 65 : bi fo =", "65 18"),
+    "brackets": ("repair [ ( ] { } } =", "[ ( ) { } ]"),
+    "json": ('repair {"name: ann, door 42 =', '{"name": "ann", "door": 42}'),
+    "gaps": ("fill fig _ lemon fig lime _ =", "fig lime lemon fig lime lemon"),
+    "maze": ("maze i g , l o , o m , m w , g n , l i : l to w =", "l o m w"),
+    "latin": ("latin 4_2_ _234 _413 3142 =", "4321 1234 2413 3142"),
+}
+DIFFICULTIES = range(1, families.MOST + 1)
+MIXTURES = [tasks.MIXTURE, *map(families.mixture, DIFFICULTIES)]
+
+
+@pytest.mark.parametrize(("mixture", "worked_out"), [(tasks.MIXTURE, ANSWERS), (families.mixture(1), WORKED_OUT)])
+def test_each_family_solves_a_problem_worked_out_by_hand(mixture, worked_out):
+    assert {name: family.solve(worked_out[name][0]) for name, family in mixture.families.items()} == {
+        name: response for name, (_, response) in worked_out.items()
+    }
+
+
+@pytest.mark.parametrize("mixture", MIXTURES)
+def test_train_and_test_are_disjoint_and_every_answer_can_be_worked_out_again(mixture):
+    train, test = (list(mixture.problems(split, count, seed=0)) for split, count in (("train", 6000), ("test", 1200)))
+    assert not {p.query for p in train} & {p.query for p in test}
+    for problems in (train, test):
+        assert {p.family for p in problems} == set(mixture.families)
+    for problem in test:
+        assert mixture.families[problem.family].solve(problem.query) == problem.response
+
+
+@pytest.mark.parametrize("difficulty", [1, 3])
+def test_what_is_trained_on_is_not_asked_in_other_words(difficulty):
+    """With steps or without, one way round or the other."""
+
+    def numbers(split, count):
+        problems = families.mixture(difficulty).problems(split, count, seed=0)
+        asked = [p.query for p in problems if p.family.startswith(("sum", "product"))]
+        return {("+" in query, frozenset(re.findall("[0-9]+", query))) for query in asked}
+
+    test = numbers("test", 1200)
+    assert len(test) > 100
+    assert not test & numbers("train", 20_000)
+
+
+def test_no_problem_of_the_dial_is_answered_by_its_own_query():
+    """A damaged text may by chance be whole, but not often; a gap, a maze or a sum never answers itself."""
+    problems = list(families.mixture(3).problems("train", 3000, seed=1))
+    same = [p for p in problems if p.response in p.query]
+    assert {p.family for p in same} <= {"brackets", "list"}, [p for p in same if p.family not in ("brackets", "list")]
+    assert len(same) < 150
+
+
+def test_answers_get_longer_with_the_difficulty():
+    def length(difficulty):
+        return sum(len(p.query) + len(p.response) for p in families.mixture(difficulty).problems("train", 1500, seed=0))
+
+    lengths = [length(difficulty) for difficulty in DIFFICULTIES]
+    assert lengths == sorted(set(lengths))
+
+
+def test_programs_print_what_python_prints(tmp_path):
+    """One process runs them all."""
+    problems = [p for p in families.mixture(4).problems("test", 400, seed=0) if p.family == "program"]
+    script = tmp_path / "all.py"
+    script.write_text("\n".join(p.query[:-1] for p in problems))
+    printed = subprocess.run([sys.executable, script], capture_output=True, text=True, check=True).stdout
+    assert printed.splitlines() == [p.response for p in problems]
+
+
+@pytest.mark.parametrize("path", ["tasks", "families"])
+def test_held_out_examples_are_never_trained_on(path):
+    def queries(split):
+        data = config_with(**{"data.path": path + split, "data.examples": 10_000}).data
+        return {example.prompt for example in read_examples(data, seed=0)}
+
+    assert len(queries(":held_out")) >= 90  # of a hundred drawn
+    assert not queries("") & queries(":held_out")

@@ -7,6 +7,7 @@ import sys
 import jax
 import pytest
 from conftest import MASK, PROMPTS, ROOT, config_with, settings, sharp_model
+from test_systems import rows
 
 from refusion_jax import UserError, decode
 from refusion_jax.cli.settings import setting
@@ -125,6 +126,27 @@ def test_a_new_system_is_found_by_its_name_and_trains_and_decodes(monkeypatch):
     monkeypatch.undo()
     with pytest.raises(UserError, match="method=toy: unknown; known: "):
         settings("toy")
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        (lambda batch: {"labels": batch.labels[:, 1:]}, r"batch.labels is of shape \(2, 23\), not .* \(2, 24\)"),
+        (lambda batch: {"weights": {"md": batch.weights["mdm"]}}, r"has weights of \['md'\], and .*'mdm'"),
+        (lambda batch: {"diagnostics": {"at": batch.labels[0]}}, r"batch.diagnostics\['at'\] is of shape \(24,\)"),
+        (lambda batch: {"visibility": jax.tree.map(lambda x: x[0], batch.visibility)}, r"batch.visibility.* \(24,\)"),
+    ],
+)
+def test_a_batch_that_does_not_fit_is_refused_with_the_name_of_its_objective(change, why):
+    class Odd(registry.systems()["llada"].objective):
+        def corrupt(self, rows, keys):
+            batch = super().corrupt(rows, keys)
+            for field, value in change(batch).items():
+                object.__setattr__(batch, field, value)  # which no type checker of the tests looks at
+            return batch
+
+    with pytest.raises(UserError, match=f"Odd.corrupt: {why}"):
+        Odd(MASK).batch(rows(), jax.random.split(jax.random.key(0), 2))
 
 
 @pytest.mark.parametrize(

@@ -1,13 +1,17 @@
-"""What can be asked for, and what is refused."""
+"""What can be asked for, what is refused, and from logits to tokens: what is drawn, and what never is."""
 
 import json
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import BOS, EOS, MASK, PAD, PROMPTS, settings, sharp_model, sharp_models, tiny_model
+from conftest import BOS, EOS, MASK, PAD, PROMPTS, logits_of, settings, sharp_model, sharp_models, tiny_model
 
-from refusion_jax import DecodeSettings, UserError, decode
-from refusion_jax.decoding.requests import Request, prepare
+from refusion_jax import DecodeSettings, Request, UserError, decode
+from refusion_jax.decoding.requests import prepare
+from refusion_jax.decoding.sampling import sample
+from refusion_jax.decoding.settings import TracedSettings
 from refusion_jax.systems.api import decoder_for
 
 
@@ -58,12 +62,6 @@ def test_an_answer_can_end_with_any_token_that_is_said_to_end_it(method):
     assert all((tokens[-1] == PAD) == (why == "eos") for tokens, why in zip(out.tokens, out.finish_reason, strict=True))
     with pytest.raises(UserError, match=f"eos_id={MASK}: is the mask token"):
         decode(model, PROMPTS, settings(method, eos_id=MASK))
-
-
-def test_text_after_a_gap_changes_what_is_written_into_it():
-    model = sharp_model(1)
-    a, b = (decode(model, [Request([BOS, 5], (8, after))], settings("sequential")) for after in ([9, 9], [21, 22]))
-    assert a.tokens[0][:8] != b.tokens[0][:8]
 
 
 @pytest.mark.parametrize(
@@ -119,3 +117,71 @@ def test_the_prompts_of_a_call_share_decoder_and_batch():
             decoder_for(mixed, model)
     (own,) = prepare([Request([BOS], settings=settings(temperature=0.5))], settings(batch_size=3), model)
     assert (own.settings.temperature, own.settings.batch_size) == (0.5, 3)
+
+
+def row_settings(rows, **changes):
+    """[rows, 1] of the same settings."""
+    return jax.tree.map(lambda x: x[:, None], TracedSettings.of([DecodeSettings(**changes)] * rows))
+
+
+@pytest.mark.parametrize("method", ["refusion", "ar"])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_mask_padding_and_ids_without_meaning_are_never_chosen(method, temperature):
+    model = sharp_model()
+    banned = [MASK, PAD, 30, 31]  # the last two are padding rows of the vocabulary
+    favoured = model.lm_head[...][jnp.array([7, 9, 11, 13])]
+    model.lm_head[...] = model.lm_head[...].at[jnp.array(banned)].set(3 * favoured)
+    assert np.isin(logits_of(model, PROMPTS[:1]).argmax(axis=-1), banned).any(), "the model does not even want them"
+    out = decode(model, PROMPTS, settings(method, temperature=temperature))
+    assert not {token for tokens in out.commit_tokens for token in tokens} & set(banned)
+
+
+@pytest.mark.parametrize("extreme", [{"temperature": 1e-40}, {"temperature": 1.0, "top_p": 1e-42}], ids=str)
+def test_the_smallest_numbers_draw_the_most_probable_token(extreme):
+    keys, places = jax.random.split(jax.random.key(0), (64, 1)), jnp.zeros((64, 1), int)
+    logits = 9 * jax.random.normal(jax.random.key(1), (64, 1, 30))
+    logits = logits.at[:, :, 3].set(-jnp.inf)
+    drawn = sample(logits, jnp.ones((64, 1), bool), keys, places, row_settings(64, **extreme))
+    np.testing.assert_array_equal(drawn, jnp.argmax(logits, axis=-1))
+
+
+def test_draws_follow_temperature_top_k_and_top_p():
+    p, rows = np.array([0.1, 0.4, 0.3, 0.2]), 20_000
+    logits, draw = jnp.broadcast_to(jnp.log(p), (rows, 1, 4)), jnp.ones((rows, 1), bool)
+    keys, places = jax.random.split(jax.random.key(0), (rows, 1)), jnp.zeros((rows, 1), int)
+    for changes, weights in (
+        ({"temperature": 0.5}, p**2),
+        ({"temperature": 2.0}, p**0.5),
+        ({"top_k": 2}, [0, 4, 3, 0]),
+        ({"top_p": 0.75}, [0, 4, 3, 2]),
+        ({"top_p": 0.05}, [0, 1, 0, 0]),
+        ({"top_k": 3, "top_p": 0.5}, [0, 4, 3, 0]),  # of 4/9, 3/9, 2/9
+    ):
+        drawn = sample(logits, draw, keys, places, row_settings(rows, **{"temperature": 1.0} | changes))
+        shares, expected = np.bincount(drawn[:, 0], minlength=4) / rows, np.array(weights) / np.sum(weights)
+        np.testing.assert_allclose(shares, expected, atol=0.018)  # 5 standard deviations of 20,000 draws, at most
+        assert not shares[expected == 0].any()
+    assert (sample(logits, ~draw, keys, places, row_settings(rows, temperature=9.0)) == 1).all()  # not drawn: the best
+    assert (sample(logits, draw, keys, places, row_settings(rows)) == 1).all()
+
+
+@pytest.mark.parametrize("method", ["llada", "sdar"])
+def test_a_place_that_is_proposed_again_is_drawn_anew(method):
+    """Of two draws the more probable one is committed; the other place is proposed once more.
+
+    To this model all texts are the same, so what is committed last is a draw like any other. With the noise of the
+    first forward it would be the less probable one of two: the best token at 0.37 of the places, not at 0.61.
+    """
+    model = tiny_model(3)
+    same = model.embed_tokens
+    same[...] = jnp.broadcast_to(same[...][:1], same.shape)
+    logits = logits_of(model, PROMPTS[:1])[0, 0]
+    expected = np.array(jax.nn.softmax(logits / 0.2).at[jnp.array([PAD, EOS, MASK, 30, 31])].set(0))
+    expected /= expected.sum()
+
+    rows = 600
+    own = settings(method, new=2, temperature=0.2, threshold=1.0, block_length=2, block_size=4)
+    prompt = Request([BOS, 5, 6, 7, 8], least=2)  # no EOS in two tokens, which lie in the same block of the text
+    drawn = [tokens[-1] for tokens in decode(model, [prompt] * rows, own).commit_tokens]
+    # 5 standard deviations of a share of 600 draws are at most 0.102
+    np.testing.assert_allclose(np.bincount(drawn, minlength=32) / rows, expected, atol=0.102)

@@ -1,4 +1,7 @@
+"""Corruption: slots that are masked and permuted, documents that are shuffled and padded."""
+
 import functools
+import itertools
 
 import hypothesis
 import hypothesis.strategies as st
@@ -6,12 +9,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from conftest import EOS, MASK, config_with
 
 from refusion_jax.batch.batch import Batch
-from refusion_jax.batch.rows import Rows
+from refusion_jax.batch.masking import pad_answers, shuffle_documents
+from refusion_jax.batch.rows import Rows, text_positions
+from refusion_jax.config import make_objective
 from refusion_jax.systems.refusion.objective import Noise, draw_noise, hybrid_batch
 
-MASK = 99
 SIZES = (2, 3, 4)
 
 
@@ -41,15 +46,14 @@ ROW = 24
 documents = st.lists(st.tuples(st.integers(0, 4), st.integers(1, 9)), min_size=1, max_size=4).filter(
     lambda d: sum(p + r for p, r in d) <= ROW
 )
-any_corruption = hypothesis.given(documents, st.integers(0, 2**31 - 1))
-few = hypothesis.settings(max_examples=100)
 
 
-@few
-@any_corruption
-def test_corruption_is_a_permutation_that_keeps_every_token(docs, seed):
+@hypothesis.settings(max_examples=100)
+@hypothesis.given(documents, st.integers(0, 2**31 - 1))
+def test_corruption_permutes_tokens_and_loses_none(docs, seed):
+    """Into the prompt, clean slots whole, and masked ones in text order."""
     rows = packed(docs, ROW)
-    _, c = corrupt(rows, seed)
+    noise, c = corrupt(rows, seed)
     segments, tokens = np.array(rows.segment_ids[0]), np.array(rows.tokens[0])
     np.testing.assert_array_equal(c.visibility.segment_ids[0], segments)
     starts = np.array([np.argmax(segments == s) for s in segments])
@@ -60,13 +64,6 @@ def test_corruption_is_a_permutation_that_keeps_every_token(docs, seed):
     restored[text_index] = np.where(was_masked, c.labels[0], c.inputs[0])
     np.testing.assert_array_equal(restored, tokens)
     np.testing.assert_array_equal(was_masked, c.weights["mdm"][0] > 0)
-
-
-@few
-@any_corruption
-def test_order_is_prompt_then_clean_slots_whole_then_masked_in_text_order(docs, seed):
-    rows = packed(docs, ROW)
-    noise, c = corrupt(rows, seed)
     start = 0
     for p, r in docs:
         k = noise.slot_size[0, start]
@@ -120,3 +117,134 @@ def test_draws_have_the_distributions_of_the_method():
     assert len(leads) > 300
     for slot in range(3):
         assert np.mean(leads == slot) == pytest.approx(1 / 3, abs=0.14)
+
+
+SEGMENTS = np.array([[1] * 3 + [2] * 3 + [3] * 3 + [0], [0] * 10])
+ROWS = Rows(
+    tokens=jnp.array([[10, 11, 2, 20, 21, 2, 30, 31, 2, 0], [0] * 10]),
+    segment_ids=jnp.asarray(SEGMENTS),
+    is_response=jnp.asarray((SEGMENTS > 0) & (np.arange(10)[None] % 3 > 0)),
+)
+FIRST = jax.tree.map(lambda x: x * (jnp.arange(10) < 3)[None], ROWS)  # one document of three tokens, and room
+UNEQUAL = Rows(
+    tokens=jnp.array([[30, 31, 32, 2, 20, 21, 2, 10, 2, 0]]),
+    segment_ids=jnp.array([[1] * 4 + [2] * 3 + [3] * 2 + [0]]),
+    is_response=jnp.array([[0, 0, 0, 1, 0, 0, 1, 0, 1, 0]], bool),
+)
+PAD, SHUFFLE = jax.jit(pad_answers, static_argnums=(2, 3)), jax.jit(shuffle_documents)
+KEYS = [jax.random.split(jax.random.key(seed), 2) for seed in range(40)]
+
+
+def documents_of(rows: Rows) -> list[list[int]]:
+    """The documents of the first row, in order."""
+    tokens, segments = rows.tokens[0].tolist(), rows.segment_ids[0].tolist()
+    parts = itertools.groupby(zip(segments, tokens, strict=True), key=lambda pair: pair[0])
+    return [[token for _, token in part] for number, part in parts if number]
+
+
+def test_documents_are_whole_and_stand_in_any_order_and_place():
+    """Where one begins must not tell how long it is."""
+    orders, begins = set(), set()
+    for keys in KEYS:
+        rows = SHUFFLE(UNEQUAL, keys[:1])
+        found = documents_of(rows)
+        assert sorted(found) == [[10, 2], [20, 21, 2], [30, 31, 32, 2]]
+        np.testing.assert_array_equal(rows.is_response, rows.tokens == 2)
+        assert not np.asarray(rows.segment_ids[0, 9:]).any()
+        begin = [rows.tokens[0].tolist().index(token) for token in (30, 20, 10)]
+        assert rows.segment_ids[0, jnp.array(begin)].tolist() == [1, 2, 3]  # as before
+        orders.add(tuple(text[0] for text in found))
+        begins.add(np.asarray(rows.tokens[0]).tolist().index(10))
+    assert len(orders) == 6
+    assert begins == {0, 3, 4, 7}
+
+
+@pytest.mark.parametrize("name", ["llada", "dream"])
+@pytest.mark.parametrize("shuffle", [False, True])
+def test_the_shortest_document_is_replaced_unless_it_is_shuffled_to_the_front(name, shuffle):
+    objective = make_objective(
+        config_with(objective=name, **{f"{name}.padding": 0.5, f"{name}.shuffle": shuffle}), MASK, EOS
+    )
+    corrupt, lengths = jax.jit(objective.corrupt), set()
+    for keys in KEYS:
+        batch = corrupt(UNEQUAL, keys[:1])
+        segments, inputs = (np.asarray(x[0]) for x in (batch.visibility.segment_ids, batch.inputs))
+        lengths |= {int(np.sum(segments == segments[at])) for at in np.flatnonzero(inputs == 10)}
+    assert max(lengths) == (10 if shuffle else 3)  # padded by the others' places, or by the row's empty end alone
+
+
+def test_the_drawing_of_the_docstring_is_one_of_the_rows_that_come_out():
+    drawn = [np.asarray(PAD(ROWS, keys, 0.5, EOS).tokens[0]).tolist() for keys in KEYS]
+    assert [10, 11, 2, 2, 2, 2, 30, 31, 2, 2] in drawn
+    assert [10, 11, 2, 20, 21, 2, 30, 31, 2, 2] in drawn
+    assert all(tokens[:3] == [10, 11, 2] for tokens in drawn)  # the first stays
+
+
+def test_padding_is_a_part_of_the_answer_before_it():
+    for keys in KEYS:
+        rows = PAD(ROWS, keys, 0.5, EOS)
+        tokens = np.asarray(rows.tokens[0])
+        is_padding = (tokens == 2) & (np.roll(tokens, 1) == 2)
+        assert np.asarray(rows.is_response[0])[is_padding].all()
+        positions = np.asarray(text_positions(rows.segment_ids))[0]
+        for at in np.flatnonzero(is_padding):
+            assert rows.segment_ids[0, at] == rows.segment_ids[0, at - 1]
+            assert positions[at] == positions[at - 1] + 1
+
+
+@pytest.mark.parametrize("name", ["llada", "dream"])
+def test_how_much_of_a_document_is_masked_does_not_depend_on_whether_it_stays(name):
+    objective = make_objective(config_with(objective=name, **{f"{name}.padding": 0.5}), MASK, EOS)
+    many = jax.tree.map(lambda x: jnp.repeat(x, 4000, axis=0), UNEQUAL)
+    batch = jax.jit(objective.corrupt)(many, jax.random.split(jax.random.key(0), 4000))
+    first, second = np.asarray(batch.diagnostics["mask_ratio"][:, [0, 4]]).T
+    stays = first != second  # else the second document has become padding of the first
+    assert 0.45 < stays.mean() < 0.55
+    quartiles = np.quantile(second[stays], [0.25, 0.5, 0.75])
+    np.testing.assert_allclose(quartiles, [0.25, 0.5, 0.75], atol=0.05)  # 2,000 draws: 3.5 deviations
+
+
+def test_masks_do_not_depend_on_where_a_document_was_shuffled_to():
+    objective = make_objective(config_with(objective="block_diffusion", **{"block_diffusion.block_size": 4}), MASK, EOS)
+    many = jax.tree.map(lambda x: jnp.repeat(x, 4000, axis=0), UNEQUAL)
+    keys = jax.random.split(jax.random.key(0), 4000)
+    is_first = np.asarray(SHUFFLE(many, keys).tokens[:, 0]) == 30  # the document that stood first stays there
+    ratio = np.asarray(jax.jit(objective.corrupt)(many, keys).diagnostics["mask_ratio"][:, 0])
+    assert 0.3 < is_first.mean() < 0.37
+    assert abs(ratio[is_first].mean() - ratio[~is_first].mean()) < 0.04
+
+
+def test_rows_without_documents_stay_empty_and_no_share_changes_nothing():
+    assert not np.asarray(PAD(ROWS, KEYS[0], 0.5, EOS).segment_ids[1]).any()
+    np.testing.assert_array_equal(PAD(ROWS, KEYS[0], 0.0, EOS).tokens, ROWS.tokens)
+
+
+def padding_objective(name: str):
+    """The corruption of a system that repeats the EOS of answers."""
+    own = {"d2f": {"d2f.block_length": 2}, "block_diffusion": {"block_diffusion.block_size": 6}}
+    section = own.get(name, {f"{name}.padding": 0.5})
+    return jax.jit(make_objective(config_with(objective=name, **section), MASK, EOS).corrupt)
+
+
+@pytest.mark.parametrize("name", ["llada", "dream", "d2f", "block_diffusion"])
+def test_nothing_but_an_eos_is_repeated(name):
+    """A text that was cut ends without one, and when documents are shuffled others come after it."""
+    cut = ROWS.replace(tokens=ROWS.tokens.at[0, 5].set(22))
+    corrupt, learnt = padding_objective(name), set()
+    for keys in KEYS:
+        batch = corrupt(cut, keys)
+        labels = np.asarray(batch.labels)[np.asarray(batch.weights["mdm"]) != 0]
+        tokens, counts = np.unique(labels[labels != EOS], return_counts=True)
+        assert (counts == 1).all(), tokens
+        learnt |= set(tokens.tolist())
+    assert learnt == {11, 21, 22, 31}
+
+
+@pytest.mark.parametrize("name", ["llada", "dream", "d2f", "block_diffusion"])
+def test_an_eos_may_be_masked_where_a_repeat_of_it_is_not(name):
+    """Decoders come through this state, as they may commit the last repeats first."""
+    corrupt, seen = padding_objective(name), set()
+    for keys in KEYS:
+        ends = np.asarray(corrupt(FIRST, keys).inputs[0])[2:6]  # the EOS of the first document, and its repeats
+        seen |= {(bool(a == MASK), bool(b == MASK)) for a, b in itertools.pairwise(ends)}
+    assert len(seen) == 4

@@ -1,19 +1,23 @@
-"""One model over two machines: answers are those of the whole model, whatever happens to the link."""
+"""One model over two machines: where it is cut, what crosses the link, and answers of the whole model."""
 # ruff: noqa: F811  fixtures are arguments of the same names
 
+import dataclasses
 import json
+import socket
 import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import jax
 import numpy as np
 import pytest
 from absl import flags
-from conftest import PROMPTS, settings, start
+from conftest import PROMPTS, run, settings, sharp_model, start
 from etils import epath
 from flax import nnx
 from helpers import wait_until
-from split_server import key, link_to, model, served  # noqa: F401  some are fixtures
+from test_split_server import key, link_to, model, served  # noqa: F401  some are fixtures
 
 from refusion_jax import decode
 from refusion_jax.checkpoints.load import open_weights, read_model_config, reader_of
@@ -23,11 +27,13 @@ from refusion_jax.cli.errors import Failure, UserError
 from refusion_jax.decoding.output import File
 from refusion_jax.decoding.requests import prepare
 from refusion_jax.model import huggingface
-from refusion_jax.split import device
+from refusion_jax.split import choice, device, frames
+from refusion_jax.split.codec import CODECS
 from refusion_jax.split.device import decode_split, decoder_on_link
 from refusion_jax.split.model import SplitModel
 from refusion_jax.split.parts import fingerprint, load_part, part_of
 from refusion_jax.split.session import DeviceSession
+from refusion_jax.systems.registry import find_decoder
 
 
 def decoding(model, link, method, prompts=PROMPTS, layers=1, **changes):
@@ -164,3 +170,90 @@ def test_answers_are_those_of_the_whole_model(served, model, key, method):
     link = link_to(served, model, key, layers=2)
     assert decoding(model, link, method, prompts, 2, batch_size=8)() == whole
     link.close()
+
+
+def test_the_choice_of_a_cut_keeps_both_limits_and_gives_up_least():
+    draw = np.random.default_rng(0)
+    config, decoder = sharp_model().config, find_decoder("refusion")
+    config = dataclasses.replace(config, num_hidden_layers=6)
+    device, server = choice.Machine(1e-3, 1e-4), choice.Machine(2e-4, 1e-6)
+    none = fitted = 0
+    for _ in range(40):
+        network = choice.Network(float(draw.uniform(0, 0.2)), float(10 ** draw.uniform(3, 7)))
+        memory, latency = 10 ** draw.uniform(3, 6, 2), 10 ** draw.uniform(-1, 1)
+        given_up = []
+        for each in sorted(memory):
+            wanted = choice.Wanted(each, latency, 16, 32)
+            found = choice.Setup(config, device, server, network, wanted, 1e-4).candidates(decoder)
+            if not any(x.memory <= each and x.answer <= latency for x in found):
+                with pytest.raises(UserError, match="nothing keeps both limits"):
+                    choice.choose(found, wanted)
+                none += 1
+                continue
+            fitting, chosen, _ = choice.choose(found, wanted)
+            fitted += 1
+            assert chosen.memory <= each
+            assert chosen.answer <= latency
+            given_up.append(sum(chosen.given_up))
+            assert all(sum(x.given_up) >= given_up[-1] for x in fitting)
+            assert all(x.answer >= chosen.answer for x in fitting if x.given_up == chosen.given_up)
+            assert chosen.cache_length >= 48
+        assert given_up == sorted(given_up, reverse=True)  # with more memory no more is given up
+    assert min(none, fitted) > 5
+    for network, fed in ((choice.Network(0.0, 1e4), 8), (choice.Network(0.2, 1e9), 16)):  # each token takes its bytes
+        found = choice.Setup(config, device, server, network, wanted, 1e-4).candidates(decoder)
+        assert min(found, key=choice.rank).fed == fed
+
+
+def test_plan_says_where_to_cut():
+    flags = ["--what=split", "--config=configs/quickstart.py", "--device_flops=2", "--server=10", "--bandwidth=10"]
+    out, _ = run("plan", *flags, "--rtt=100", "--device_memory=0.001", "--latency=9", "--max_new_tokens=32", "--json")
+    *fitting, chosen = map(json.loads, out.splitlines())
+    assert any(each["layers"] == chosen["layers"] and each["codec"] == chosen["codec"] for each in fitting)
+    assert chosen["tokens_per_second"]["refusion"] > 2.5 * chosen["tokens_per_second"]["ar"]
+    assert "--device_memory: needed" in run("plan", *flags, "--rtt=100", code=2)[1]
+    assert "nothing keeps" in run("plan", *flags, "--rtt=1", "--device_memory=1e-5", code=2)[1]
+
+
+@pytest.mark.parametrize("D", [16, 128, 300])
+def test_hidden_states_cross_within_their_bound(D):
+    draw = np.random.default_rng(D)
+    for tokens in (0, 1, 33):
+        x = (draw.standard_t(3, (tokens, D)) * np.exp(draw.normal(0, 3, (tokens, 1)))).astype(np.float32)
+        x[:1] = 0
+        rms = np.sqrt(np.mean(np.square(x, dtype=np.float64), axis=1, keepdims=True))
+        for name, codec in CODECS.items():
+            content = codec.encode(x)
+            y = codec.decode(content, tokens, D, np.float32)
+            bound = {"exact": 0, "int8": np.abs(x).max(axis=1, keepdims=True) / 254 * 1.01}
+            assert np.all(np.abs(y - x) <= bound.get(name, codec.tolerance * rms) * (1 + 1e-6)), name
+            is_outlier = (name == "adaptive") & (np.abs(x) > min(codec.threshold, 9) * rms)
+            np.testing.assert_array_equal(y[is_outlier], x[is_outlier])
+            for bad in (content[:-1], content + b"\0", content[: len(content) // 2]) if content else ():
+                with pytest.raises(UserError):
+                    codec.decode(bad, tokens, D, np.float32)
+    normal = draw.normal(size=(8, D)).astype(np.float32)
+    if D > 100:
+        assert len(CODECS["exact"].encode(normal)) <= 0.87 * normal.nbytes
+        assert len(CODECS["int8"].encode(normal)) <= 0.27 * normal.nbytes
+        assert len(CODECS["adaptive"].encode(normal)) <= 0.15 * normal.nbytes
+
+
+def test_a_slow_link_is_not_a_lost_one():
+    """A message takes longer than the patience, and none of its parts does."""
+    here, there = socket.socketpair()
+    sent = frames.Result(1, bytes(1 << 21))
+
+    def read(received):
+        while some := there.recv(1 << 16):
+            received += some
+            time.sleep(0.15)
+
+    with ThreadPoolExecutor(1) as reader, there, here:
+        here.settimeout(4.0)
+        received = bytearray()
+        done = reader.submit(read, received)
+        frames.send(here, sent)
+        here.shutdown(socket.SHUT_WR)
+        done.result()
+    assert received == frames.pack(sent)

@@ -1,3 +1,5 @@
+"""The train step: schedules and optimizers, noise, devices, accumulation, and products in int8 and fp8."""
+
 import dataclasses
 import functools
 import math
@@ -7,13 +9,22 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from conftest import MASK, config_with, tiny_config, tiny_model
+from conftest import MASK, causal, config_with, tiny_config, tiny_model
 from flax import nnx
+from helpers import load_config
 
+from refusion_jax.batch.batch import Batch
 from refusion_jax.batch.rows import Rows
+from refusion_jax.cli.errors import SettingError
 from refusion_jax.config import default_config, make_objective
+from refusion_jax.config.model import model_config
 from refusion_jax.distributed import sharding
+from refusion_jax.distributed.sharding import constrain, make_mesh
+from refusion_jax.model.int8 import round_to
+from refusion_jax.model.quantized_training import DTYPES, quantized_linear
 from refusion_jax.model.shape import ModelConfig
+from refusion_jax.model.transformer import Transformer
+from refusion_jax.training.optimizer import make_optimizer, make_schedule
 from refusion_jax.training.program import train_program
 from refusion_jax.training.train_step import add_wide, init_state, make_train_step, noise_keys, wide_to_int
 
@@ -35,13 +46,18 @@ def random_rows(step: int) -> Rows:
     return Rows(tokens, segments, response)
 
 
-@functools.cache
-def train(steps: int = STEPS, shape: ModelConfig | None = None, **keys):
-    """A few float32 steps by a config with these keys, on one device unless they say so: ([metrics], final state)."""
+def program_of(shape: ModelConfig | None = None, **keys):
+    """(the training program of a config with these keys, on one device unless they say so, its mesh)."""
     sizes = {"batch_size": BATCH, "row_length": ROW, "slots.sizes": (2, 3, 4), "remat": "none", "mesh.fsdp": 1}
     config = config_with(**{"learning_rate": 1e-3, "steps": STEPS} | sizes | keys)
     mesh = sharding.make_mesh(config.mesh, jax.devices()[: math.prod(config.mesh.values())])
-    program, history = train_program(config, shape or tiny_config(), mesh), []
+    return train_program(config, shape or tiny_config(), mesh), mesh
+
+
+@functools.cache
+def train(steps: int = STEPS, shape: ModelConfig | None = None, **keys):
+    """A few float32 steps of this program: ([metrics], final state)."""
+    (program, mesh), history = program_of(shape, **keys), []
     with jax.set_mesh(mesh):
         state = program.initial_state()
         for step in range(steps):
@@ -136,9 +152,10 @@ def test_metrics_count_tokens_and_report_every_term():
     for m in history:
         np.testing.assert_allclose(m["loss"], m["loss_ar"] + m["loss_mdm"], rtol=1e-6)
         assert m["grad_norm"] > 0
-    assert set(train(objective="ar")[0][0]) == {
-        *("loss", "loss_ar", "grad_norm", "learning_rate", "tokens", "skipped", "in_a_row"),
-    }
+    program, mesh = program_of(objective="ar")
+    with jax.set_mesh(mesh):
+        _, metrics = jax.eval_shape(program.step, program.target, program.rows)
+    assert set(metrics) == {"loss", "loss_ar", "grad_norm", "learning_rate", "tokens", "skipped", "in_a_row"}
 
 
 def test_a_token_count_passes_32_bits():
@@ -152,3 +169,154 @@ def test_micro_batches_are_strided_and_lose_no_row():
     x = jnp.arange(12).reshape(12, 1)
     parts = sharding.split_batch(x, 3)
     assert parts[:, :, 0].tolist() == [[0, 3, 6, 9], [1, 4, 7, 10], [2, 5, 8, 11]]
+
+
+@pytest.mark.parametrize(
+    ("name", "warmup", "rates"),
+    [
+        ("cosine", 0, {50: (2.0 + 0.2) / 2, 100: 0.2}),
+        ("cosine", 10, {0: 0.0, 5: 1.0, 10: 2.0, 100: 0.2}),
+        ("wsd", 0, {0: 2.0, 100: 0.2}),
+        ("wsd", 10, {0: 0.0, 5: 1.0, 10: 2.0, 50: 2.0, 80: 2.0, 90: 1.1, 100: 0.2}),
+        ("constant", 10, {0: 0.0, 5: 1.0, 10: 2.0, 100: 2.0}),
+        ("cosine", 100, {0: 0.0, 50: 1.0, 99: 1.98}),  # warm-up alone
+        ("constant", 100, {0: 0.0, 50: 1.0, 99: 1.98}),
+    ],
+)
+def test_a_schedule_has_the_rates_that_are_worked_out_by_hand(name, warmup, rates):
+    config = default_config()
+    config.update({"steps": 100, "learning_rate": 2.0, "final_lr_ratio": 0.1, "decay_steps": 20})
+    config.update({"schedule": name, "warmup_steps": warmup})
+    rate = make_schedule(config)
+    np.testing.assert_allclose([rate(step) for step in rates], list(rates.values()), rtol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["adamw", "adafactor", "muon"])
+def test_matrices_decay_and_norm_scales_do_not(name):
+    config = default_config()
+    config.weight_decay, config.optimizer = 0.5, name
+    axes = {"scale": ("layers", "norm"), "matrix": ("embed", "mlp"), "layer": ("layers", "embed", "mlp")}
+    params = {"scale": jnp.ones((2, 3)), "matrix": jnp.ones((3, 4)), "layer": jnp.ones((2, 3, 4))}
+    optimizer = make_optimizer(config, lambda step: 0.1, axes)
+    zero_gradients = {name: jnp.zeros_like(p) for name, p in params.items()}
+    updates, _ = optimizer.update(zero_gradients, optimizer.init(params), params)
+    for matrix in ("matrix", "layer"):
+        np.testing.assert_allclose(updates[matrix], -0.05, rtol=1e-6)  # learning rate * decay
+    np.testing.assert_array_equal(updates["scale"], 0)
+
+
+def test_gradients_are_clipped_to_the_global_norm():
+    config = default_config()
+    config.update({"clip_norm": 1.0, "beta1": 0.0, "beta2": 0.0, "weight_decay": 0.0})
+    axes, params = {"w": ("embed", "mlp")}, {"w": jnp.zeros((2, 2))}
+    optimizer = make_optimizer(config, lambda step: 1.0, axes)
+    _, state = optimizer.update({"w": jnp.full((2, 2), 3.0)}, optimizer.init(params), params)
+    first_moment = state[1][0].mu["w"]  # with beta1 = 0, the clipped gradient itself: norm 6 scaled to 1
+    np.testing.assert_allclose(first_moment, 0.5, rtol=1e-6)
+
+
+ONES = dict.fromkeys(sharding.MESH_AXES, 1)
+
+
+@pytest.mark.parametrize("size", ["0.6b", "32b"])  # tied to the head, and not
+@pytest.mark.parametrize("optimizer", ["adamw", "adafactor", "muon"])
+def test_no_large_weight_or_moment_is_whole_on_a_chip(size, optimizer):
+    """Adafactor's means over an axis (at most 6 MiB each here) are: the axis that was split may be the one averaged."""
+    config = load_config("refusion_8b")(size)
+    config.optimizer = optimizer
+    mesh = sharding.make_mesh(ONES | {"fsdp": 8})
+    state = train_program(config, model_config(config), mesh).target
+    for path, x in jax.tree.leaves_with_path(state):
+        is_mean = optimizer == "adafactor" and "v_" in jax.tree_util.keystr(path)
+        if x.size > 1_000_000 and not is_mean:
+            assert math.prod(x.sharding.shard_shape(x.shape)) == x.size // 8, jax.tree_util.keystr(path)
+
+
+TOKENS, INPUTS, OUTPUTS = 24, 96, 40
+
+
+def factors() -> list[jax.Array]:
+    """x, w and a gradient of x @ w, whose tokens, inputs and outputs are of very different sizes, some of them 0."""
+    keys = jax.random.split(jax.random.key(0), 3)
+    x, w, dy = (
+        jax.random.normal(key, shape)
+        for key, shape in zip(keys, [(TOKENS, INPUTS), (INPUTS, OUTPUTS), (TOKENS, OUTPUTS)], strict=True)
+    )
+    return [
+        (x * jnp.logspace(-3, 3, TOKENS)[:, None]).at[0].set(0),
+        (w * jnp.logspace(-2, 2, OUTPUTS)[None]).at[:, 0].set(0),
+        (dy * jnp.logspace(2, -2, TOKENS)[:, None]).at[1].set(0),
+    ]
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def product_and_gradients(name, x, w, dy):
+    def product(x, w):
+        return quantized_linear(x, w, round_to(DTYPES[name], jax.lax.stop_gradient(w), (0,)), 1)
+
+    y, pull_back = jax.vjp(product, x, w)
+    return y, *pull_back(dy)
+
+
+def rounding_error(name: str, a: np.ndarray, axis: int) -> np.ndarray:
+    """The largest of each element: half a step of 127 up to the largest along an axis; of E4M3, whose largest is 448,
+    half of its last bit, the fourth, or of 2^-9."""
+    largest = np.abs(a).max(axis, keepdims=True)
+    return 0 * a + largest / 254 if name == "int8" else np.maximum(np.abs(a) / 16, largest / 448 / 2**10)
+
+
+def largest_error(a, a_error, b, b_error) -> np.ndarray:
+    """Of a @ b, whose elements are off by these."""
+    return 1.001 * (a_error @ np.abs(b) + (np.abs(a) + a_error) @ b_error)
+
+
+@pytest.mark.parametrize("name", DTYPES)
+def test_products_and_gradients_of_inputs_are_off_by_rounding_alone_and_those_of_weights_are_whole(name):
+    x, w, dy = map(np.asarray, factors())
+    y, dx, dw = product_and_gradients(name, *factors())
+    w_error = rounding_error(name, w, 0)
+    assert np.all(np.abs(y - x @ w) <= largest_error(x, rounding_error(name, x, 1), w, w_error))
+    step = np.maximum(np.abs(w).max(0), 1e-30)  # of each output, up to a factor: it multiplies dy before it is rounded
+    own = largest_error(dy * step, rounding_error(name, dy * step, 1), (w / step).T, (w_error / step).T)
+    assert np.all(np.abs(dx - dy @ w.T) <= own)
+    np.testing.assert_allclose(dw, x.T @ dy, rtol=1e-5, atol=1e-5 * np.abs(dw).max())
+
+
+@pytest.mark.parametrize(("name", "tolerance"), [("int8", 0), ("fp8", 1e-6)])
+def test_narrow_products_split_over_chips_are_the_same(name, tolerance):
+    """A scale is the largest of all parts. Sums of integers do not depend on their order, those of floats hardly."""
+    alone = product_and_gradients(name, *factors())
+    with jax.set_mesh(make_mesh({"fsdp": 4, "tensor": 2})):
+        split = jax.jit(lambda x, w, dy: product_and_gradients(name, x, constrain(w, "embed", "mlp"), dy))(*factors())
+    for a, b in zip(alone[:2], split[:2], strict=True):
+        of_token = np.abs(a).max(1, keepdims=True)
+        assert np.all(np.abs(a - b) <= tolerance * of_token)
+    np.testing.assert_allclose(alone[2], split[2], rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize(("name", "most"), [("int8", 0.05), ("fp8", 0.2)])
+def test_a_model_has_nearly_the_gradients_that_it_has_without_rounding(name, most):
+    tokens = jnp.asarray(np.random.default_rng(0).integers(5, 30, (4, 16)), jnp.int32)
+    positions, every = jnp.broadcast_to(jnp.arange(16), (4, 16)), jnp.ones(tokens.shape)
+    batch = Batch(tokens, positions, causal(jnp.ones_like(tokens)), jnp.roll(tokens, 1, 1), {"ar": every})
+    gradients = []
+    for quantization in ("none", name):
+        model = Transformer(tiny_config(), nnx.Rngs(0), quantization=quantization)
+
+        def loss(model):
+            return model.cross_entropy(batch)[0].mean()
+
+        gradients.append(nnx.to_pure_dict(nnx.jit(nnx.grad(loss))(model)))
+    for a, b in zip(*map(jax.tree.leaves, gradients), strict=True):
+        assert 0 < jnp.linalg.norm(a - b) < most * jnp.linalg.norm(a)  # 0.038 and 0.166 at most
+
+
+@pytest.mark.parametrize("name", DTYPES)
+def test_narrow_products_of_experts_are_refused(name):
+    config = default_config()
+    config.quantization, config.model.num_experts, config.model.num_experts_per_tok = name, 4, 2
+    config.model.moe_intermediate_size = 64
+    with pytest.raises(SettingError, match="quantization") as error:
+        train_program(config, model_config(config), make_mesh({"fsdp": 1}, jax.devices()[:1]))
+    assert error.value.as_flag.startswith(f"--config.quantization={name}: a model with experts")

@@ -1,8 +1,12 @@
-"""Tokenizers of Hugging Face: special tokens in prompts, and which token is the mask."""
+"""Tokenizers of both kinds: special tokens, which one is the mask, files that will not do, and chat templates."""
 
 import json
+import random
+import re
 
 import httpx
+import hypothesis
+import hypothesis.strategies as st
 import jax.numpy as jnp
 import pytest
 import sentencepiece
@@ -14,7 +18,10 @@ from helpers import tiny_qwen3, write_tokenizer
 from refusion_jax import DecodeSettings, UserError
 from refusion_jax.config import default_config
 from refusion_jax.config.model import model_config
+from refusion_jax.data import tasks
+from refusion_jax.data.chat_template import ChatTemplate
 from refusion_jax.data.fast_tokenizer import find_tokenizer_file, load_tokenizer_file
+from refusion_jax.data.tokenizer import SentencePieceTokenizer
 from refusion_jax.decoding.prompts import read_request
 from refusion_jax.decoding.sampling import mask_logits
 from refusion_jax.decoding.settings import TokenIds
@@ -46,15 +53,47 @@ def test_a_template_writes_the_special_tokens_that_the_tokenizer_names(tmp_path)
 def test_chats_are_rendered_with_and_without_thinking_and_with_the_beginning_of_an_answer(tmp_path):
     tokenizer, turns = load(tmp_path), [{"role": "user", "content": "hi"}]
     asked = "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
+    plain = tokenizers.Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
     assert tokenizer.has_chat_template
+    assert tokenizer.encode_prompts(["hi", None]) == [plain.encode(asked, add_special_tokens=False).ids, []]
     assert tokenizer.render_chat(turns, thinking=True) == asked
     assert tokenizer.render_chat(turns, thinking=False) == asked + "<think>\n\n</think>\n\n"
     begun = [*turns, {"role": "assistant", "content": "```python\n"}]
     text = tokenizer.render_chat(begun, thinking=True, answer_begun=True)
     assert text == asked + "```python\n"
-    assert tokenizer.encode_chat([text])[0][0] == tokenizer.encode_chat([BOS])[0][0]  # the mark, not its letters
+    assert tokenizer.encode_chat([text])[0][0] == plain.token_to_id(BOS)  # the mark, not its letters
+    assert (tokenizer.bos_id, tokenizer.eos_id) == (-1, plain.token_to_id(EOS))
+    assert tokenizer.pad_id == plain.token_to_id("<|endoftext|>")
     told = load(tmp_path, chat_template="{{ tools is none and documents is none }}{{ tools }}")
     assert [told.render_chat(turns, tools=tools) for tools in (None, [], [1])] == ["TrueNone"] * 2 + ["False[1]"]
+
+
+@pytest.mark.parametrize(("changes", "adds"), [({}, 1), ({"add_bos_token": True}, 1), ({"add_bos_token": False}, 0)])
+def test_a_bos_token_that_is_named_begins_texts_only_where_they_begin_so_in_transformers(tmp_path, changes, adds):
+    """SmolLM2's and LLaDA's files name one that does not."""
+    path = write_tokenizer(tmp_path, chat_template=None, bos_token="<|endoftext|>", **changes)
+    tokenizer = load_tokenizer_file(path, "<mask>")
+    begun = [tokenizer.bos_id] * adds
+    assert tokenizer.encode_prompts(["number", None]) == [begun + tokenizer.encode(["number"])[0], begun]
+    assert (tokenizer.bos_id >= 0) == adds
+
+
+def test_a_tokenizer_that_fails_at_a_text_is_named(tmp_path):
+    path = write_tokenizer(tmp_path, chat_template=None)
+    model = {"type": "WordLevel", "vocab": {"<|im_end|>": 0}, "unk_token": "gone"}
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"model": model}))
+    with pytest.raises(UserError, match="tokenizer.json is a tokenizer that fails: "):
+        load_tokenizer_file(path, "<mask>").encode(["a" * 40 + "b"])
+
+
+def test_lengths_that_a_tokenizer_was_once_used_with_do_not_matter(tmp_path):
+    path = write_tokenizer(tmp_path)
+    known = load_tokenizer_file(path, "<mask>").encode(["What is the number?", "It"])
+    fill = {"direction": "Right", "pad_to_multiple_of": None, "pad_id": 0, "pad_type_id": 0, "pad_token": "x"}
+    cut = {"direction": "Right", "max_length": 3, "strategy": "LongestFirst", "stride": 0}
+    changes = {"truncation": cut, "padding": {"strategy": {"Fixed": 99}, **fill}}
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+    assert load_tokenizer_file(path, "<mask>").encode(["What is the number?", "It"]) == known
 
 
 def test_a_sentencepiece_model_next_to_tokenizer_json_is_left_alone(tmp_path):
@@ -192,7 +231,142 @@ def test_a_vocabulary_that_would_be_cut_otherwise_is_refused(changes, said, tmp_
         load_tokenizer_file(write_parts(tmp_path / "parts", **changes) / "vocab.json", "<mask>")
 
 
-def test_merges_that_are_not_there_are_named(tmp_path):
+TURNS = [{"role": "user", "content": "a\u2028 \U0001f600"}, {"role": "assistant", "content": "b"}]
+
+
+def test_a_template_renders_turn_after_turn():
+    template = ChatTemplate("{% for m in messages %}{{ m.role }}: {{ m['content'] }}{{ x }}\n{% endfor %}", "here")
+    for x in (1, True, None):
+        assert template.render(messages=TURNS, x=x) == f"user: a\u2028 \U0001f600{x}\nassistant: b{x}\n"
+
+
+def test_a_template_may_use_what_transformers_offers_but_the_date():
+    source = "{% for x in [m, 2] %}{{ x | tojson }}{% break %}{% endfor %}{{ strftime_now is defined }}"
+    assert ChatTemplate(source, "here").render(m={"a<b>&'\u00e9": 1}) == '{"a<b>&\'\u00e9": 1}False'
+    marked = "{% generation %}{{ m }}{% set x = 1 %}{% endgeneration %}, {{ strftime_now('%d %B %Y') }}"
+    assert ChatTemplate(marked, "here").render(m="b") == "b, 01 July 2025"  # SmolLM3's insists on a date
+
+
+@pytest.mark.parametrize(
+    ("source", "said"),
+    [
+        ("{% for", "here: the chat template cannot be read: "),
+        ("{% break %}", "here: the chat template cannot be read: 'break' outside loop"),
+        ("{{ messages.__class__.__mro__ }}", "^the chat template fails: access to attribute"),
+        ("{{ nobody.knows }}", "^the chat template fails: 'nobody' is undefined"),
+        ("{{ messages + 1 }}", "^the chat template fails: "),
+    ],
+)
+def test_a_template_that_fails_or_reaches_out_is_one_line(source, said):
+    with pytest.raises(UserError, match=said) as error:
+        ChatTemplate(source, "here").render(messages=TURNS)
+    assert "\n" not in str(error.value)
+
+
+def corpus():
+    return [text for p in tasks.problems("train", 500, seed=0) for text in (p.query, p.response)]
+
+
+@pytest.fixture(scope="module", params=["pieces", "byte_pairs"])
+def tokenizer(request, tmp_path_factory):
+    if request.param == "pieces":
+        return SentencePieceTokenizer.train(corpus(), 400)
+    return load(tmp_path_factory.mktemp("tokenizer"))
+
+
+def any_text():
+    """All of Unicode but surrogates, which are no text, and U+2581, which sentencepiece uses for the space."""
+    return st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\u2581\0"))
+
+
+@hypothesis.given(any_text())
+@hypothesis.example("  two  spaces\tand tabs\r\n\n and indentation\n    here ")
+@hypothesis.example("<mask></s><s><pad><unk> are plain characters, as are <|im_end|> and <|mask|>")
+@hypothesis.example("Grüße, 東京, 👩‍🚀, é")
+def test_encoding_loses_nothing_and_makes_no_special_token(tokenizer, text):
+    (ids,) = tokenizer.encode([text])
+    assert tokenizer.decode(ids) == b"".join(map(tokenizer.spelling, ids)).decode() == text
+    assert not set(ids) & {tokenizer.bos_id, tokenizer.eos_id, tokenizer.pad_id, tokenizer.mask_id}
+
+
+def test_special_tokens_have_ids_of_their_own_and_leave_no_text(tokenizer):
+    special = {tokenizer.pad_id, tokenizer.bos_id, tokenizer.eos_id, tokenizer.mask_id}
+    assert len(special) == 4
+    assert all(0 <= i < tokenizer.size for i in special if i != -1)  # texts of the latter begin without
+    (ids,) = tokenizer.encode(["plum"])
+    assert tokenizer.decode([tokenizer.pad_id, *ids, tokenizer.mask_id, tokenizer.eos_id]) == "plum"
+    assert not any(tokenizer.spelling(i) for i in special if i != -1)
+    with pytest.raises(UserError, match="prompts='plum': must be a list of texts"):
+        tokenizer.encode_prompts("plum")
+
+
+def test_digits_are_tokens_of_their_own_however_common_a_number_is():
+    tokenizer = SentencePieceTokenizer.train(["room 305 is room 305"] * 50, 300)
+    assert [len(ids) for ids in tokenizer.encode(["room", "305"])] == [1, 3]
+
+
+@pytest.mark.parametrize("tokenizer", ["pieces"], indirect=True)
+def test_the_same_corpus_gives_the_same_tokenizer(tokenizer):
+    assert SentencePieceTokenizer.train(corpus(), 400).model == tokenizer.model
+
+
+def test_pieces_are_learnt_from_long_lines_of_any_script():
+    rng = random.Random(0)
+    words = ["".join(chr(rng.randrange(0x4E00, 0x4F00)) for _ in range(3)) for _ in range(60)]
+    lines = ["".join(rng.choices(words, k=700)) for _ in range(20)]  # 2,100 characters, 6,300 bytes
+    tokenizer = SentencePieceTokenizer.train(lines, 700)
+    assert tokenizer.size == 700
+    assert len(tokenizer.encode(lines[:1])[0]) < len(lines[0])
+
+
+def test_a_vocabulary_too_small_for_the_bytes_is_refused():
+    wanted = r"cannot train a tokenizer of 100 pieces on this corpus: it takes a vocab_size of at least (\d+)$"
+    with pytest.raises(UserError, match=wanted) as refused:
+        SentencePieceTokenizer.train(corpus(), 100)
+    least = int(re.search(wanted, str(refused.value))[1])
+    assert SentencePieceTokenizer.train(corpus(), least).size == least
+
+
+def test_files_that_will_not_do_are_named(tmp_path):
+    piece = "\u2581number"
+    model = SentencePieceTokenizer.train([piece[1:] + piece] * 20, 300).model
+    (tmp_path / "tokenizer_config.json").write_text("{}")
+    for name, content, said in (
+        ("none.model", None, "none.model cannot be read: No such file"),
+        ("text.model", b"not a model", "text.model is not a sentencepiece model"),
+        ("torn.model", model.replace(piece.encode(), b"\xff" * len(piece.encode())), "torn.model is not a sentence"),
+        ("tokenizer.json", None, "tokenizer.json cannot be read: No such file"),
+        ("tokenizer.json", b"{}", "tokenizer.json is not a Hugging Face tokenizer"),
+    ):
+        if content:
+            (tmp_path / name).write_bytes(content)
+        with pytest.raises(UserError, match=said):
+            load_tokenizer_file(tmp_path / name, "<mask>")
+    with pytest.raises(UserError, match="tokenizer_config.json names no eos_token"):
+        load(tmp_path, eos_token=None)
     (write_parts(tmp_path / "parts") / "merges.txt").unlink()
-    with pytest.raises(UserError, match=r"merges.txt"):
-        load_tokenizer_file(epath.Path(tmp_path / "parts" / "vocab.json"), "<mask>")
+    with pytest.raises(UserError, match="merges.txt"):
+        load_tokenizer_file(tmp_path / "parts" / "vocab.json", "<mask>")
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"pad_id": 3}, "has no mask token '<mask>': name its own with --mask_piece"),
+        ({"control_symbols": ["<mask>"]}, "has no pad token"),
+    ],
+)
+def test_a_tokenizer_without_a_special_token_is_refused(tmp_path, options, said):
+    prefix = tmp_path / "other"
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(corpus()), model_prefix=str(prefix), vocab_size=80, minloglevel=2, **options
+    )
+    with pytest.raises(UserError, match=said):
+        load_tokenizer_file(prefix.with_suffix(".model"), "<mask>")
+
+
+def test_a_mask_piece_of_another_name_is_trained_and_found_again():
+    tokenizer = SentencePieceTokenizer.train(corpus(), 400, "[MASK]")
+    assert SentencePieceTokenizer(tokenizer.model, "it", "[MASK]").mask_id == tokenizer.mask_id
+    with pytest.raises(UserError, match="has no mask token '<mask>'"):
+        SentencePieceTokenizer(tokenizer.model, "it")

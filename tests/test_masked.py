@@ -1,0 +1,218 @@
+"""Decoders that reveal masks anywhere: schedules, merged masks, neighbours, caches, a second model."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from conftest import (
+    BOS,
+    MASK,
+    PAD,
+    PROMPTS,
+    equipped,
+    logits_of,
+    settings,
+    sharp_model,
+    sharp_models,
+    tiny_config,
+    tiny_model,
+)
+from helpers import SHIPPED
+
+from refusion_jax import UserError, decode, load_model
+from refusion_jax.batch.rows import Rows
+from refusion_jax.checkpoints.load import load_for
+from refusion_jax.decoding.auxiliary import with_auxiliaries
+from refusion_jax.decoding.requests import Request, prepare
+from refusion_jax.systems import dream
+from refusion_jax.systems.api import decoder_for
+from refusion_jax.systems.conv import known_nearby
+from refusion_jax.systems.llada import fed_places
+from refusion_jax.systems.masked import MaskedText
+from refusion_jax.systems.registry import decoders_for
+
+
+def fed(requests: list[Request], block_length: int, block: int, merge: int) -> list[str]:
+    """The fed tokens of each row in a block: a letter for each place of the text."""
+    s = settings("llada", new=7, block_length=block_length, merge=merge)
+    requests = prepare(requests, s, tiny_config())
+    decoder = decoder_for(requests, tiny_config())
+    layout = jax.tree.map(jnp.asarray, decoder.lay_out(requests))
+    keys = jax.random.split(jax.random.key(0), len(requests))
+    state = MaskedText.start_text(layout, keys, decoder.new_tokens, decoder.ids.mask_id)
+    is_fed = np.asarray(fed_places(state, jnp.full(len(requests), (block + 1) * block_length), merge))
+    return ["".join(".x"[int(own[i])] for i in range(int(n))) for own, n in zip(is_fed, state.length, strict=True)]
+
+
+def test_the_merged_places_of_the_docstring():
+    assert fed([[5, 6, 7]], 2, 0, 3) == ["xxxxx.x.x."]
+    assert fed([[5, 6, 7]], 2, 1, 3) == ["xxxxxxx.x."]
+    assert fed([[5, 6, 7]], 2, 3, 3) == ["x" * 10]
+
+
+def test_merged_masks_of_several_gaps_are_counted_through_and_what_is_given_is_fed():
+    assert fed([Request([BOS], (4, [7, 8], 5))], 2, 0, 2) == ["xxx" + "x." + "xx" + "x.x.x"]
+
+
+def test_the_counts_of_the_docstring_of_conv():
+    """p q M M c M, k = 5."""
+    known = jnp.array([[1, 1, 0, 0, 1, 0]], bool)
+    assert known_nearby(known, jnp.array([[2, 3, 5]]), jnp.array([2])).tolist() == [[3, 2, 1]]
+
+
+@pytest.mark.thorough
+@pytest.mark.usefixtures("all_shapes")
+def test_a_window_that_holds_the_whole_text_leaves_the_order_of_confidence():
+    """tanh of the same count everywhere, with no block: what the uncut schedule of masked diffusion commits."""
+    for model in sharp_models()[:2]:
+        conv, plain = (decode(model, PROMPTS, settings(name, steps=8)) for name in ("conv", "llada"))
+        for i in range(len(PROMPTS)):
+            assert conv.commit_order[i] == plain.commit_order[i]
+            assert conv.tokens[i] == plain.tokens[i]
+            assert conv.forwards[i] == plain.forwards[i]  # both end where the answer is final
+
+
+@pytest.mark.usefixtures("all_shapes")
+def test_a_narrow_window_writes_next_to_what_is_known():
+    """In a window of 3 only masks next to known tokens have any confidence: the text grows at its end."""
+    out = decode(sharp_models()[0], PROMPTS, settings("conv", conv_window=3))
+    assert all(order == sorted(order) for order in out.commit_order)
+
+
+def decoded(layers: int, reuse: str):
+    own = settings("fast_dllm", reuse=reuse, block_length=6, threshold=0.4)
+    return decode(sharp_model(3, num_hidden_layers=layers), PROMPTS, own)
+
+
+@pytest.mark.parametrize("reuse", ["dual", "prefix"])
+@pytest.mark.thorough
+def test_cached_equals_uncached_in_one_layer_whose_keys_depend_on_their_own_tokens_alone(reuse):
+    assert decoded(1, reuse) == decoded(1, "none")
+
+
+@pytest.mark.parametrize("reuse", ["dual", "prefix"])
+def test_in_more_layers_a_cache_approximates(reuse):
+    """Measured here: of six answers of random weights, which are worse than any trained model's, most differ."""
+    exact, approximate = decoded(2, "none"), decoded(2, reuse)
+    same = [a == b for a, b in zip(exact.tokens, approximate.tokens, strict=True)]
+    assert not all(same)
+    firsts = zip(exact.commit_order, approximate.commit_order, strict=True)
+    assert all(a[0] == b[0] for a, b in firsts)  # the first forward is over the whole text, with or without
+
+
+def test_a_threshold_nobody_reaches_commits_one_token_a_forward_and_one_that_all_reach_a_block():
+    model = sharp_model(3, num_hidden_layers=1)
+    slow = decode(model, PROMPTS[:2], settings("fast_dllm", block_length=4, threshold=1.0, new=8))
+    fast = decode(model, PROMPTS[:2], settings("fast_dllm", block_length=4, threshold=0.0, new=8))
+    assert slow.forwards == [len(order) for order in slow.commit_order]
+    assert fast.forwards == [-(-len(order) // 4) for order in fast.commit_order]
+
+
+def test_a_verifier_without_weight_refuses_nothing_and_all_is_written_at_once():
+    out = decode(equipped(sharp_models()[0], "apd"), PROMPTS, settings("apd", drafter_weight=1.0))
+    assert out.forwards == [1] * len(PROMPTS)
+    assert all(order == sorted(order) for order in out.commit_order)
+
+
+def test_with_all_weight_a_verifier_accepts_just_what_it_would_write_itself():
+    """What a forward pass commits after its first draft is the verifier's own choice, given all before it."""
+    model = equipped(sharp_models()[1], "apd")
+    out = decode(model, PROMPTS, settings("apd", drafter_weight=0.0))
+    for prompt, tokens, forwards in zip(PROMPTS, out.tokens, out.forwards, strict=True):
+        logits = logits_of(model.verifier, [prompt + tokens + [0] * (32 - len(prompt + tokens))])[0]
+        own = logits[:, :30].at[:, jnp.array([PAD, MASK])].set(-jnp.inf).argmax(axis=1)[len(prompt) - 1 :]
+        refused = sum(int(a) != b for a, b in zip(own, tokens, strict=False))
+        assert refused <= forwards <= len(tokens)  # only a forward pass's first draft can be another
+    half = decode(model, PROMPTS, settings("apd", drafter_weight=0.9))
+    assert len(PROMPTS) < sum(half.forwards) < sum(map(len, half.tokens))  # some are accepted, others refused
+
+
+def test_apd_needs_a_second_model_of_the_same_vocabulary():
+    model = sharp_models()[0]
+    with pytest.raises(UserError, match="verifier=: the decoder 'apd' needs a model here"):
+        decode(model, PROMPTS, settings("apd"))
+    with pytest.raises(UserError, match="verifier=: the decoder 'apd' needs a model here"):
+        load_for("/no/model/is/read", settings("apd"))
+    with pytest.raises(UserError, match="of another vocabulary: num_tokens is 20, not 30"):
+        with_auxiliaries(model, verifier=tiny_model(num_tokens=20))
+
+
+@pytest.mark.parametrize("padded", [30, 48])
+def test_the_vocabulary_of_the_verifier_may_be_padded_otherwise(padded):
+    model, same, verifier = sharp_models()[1], tiny_model(7), tiny_model(7, vocab_size=padded)
+    for name in ("embed_tokens", "lm_head"):
+        table = jnp.zeros(getattr(verifier, name).shape)
+        getattr(verifier, name)[...] = table.at[:30].set(getattr(same, name)[:30])
+    for own in (settings("apd"), settings("apd", temperature=1.0)):
+        one, two = (decode(with_auxiliaries(model, verifier=x), PROMPTS, own) for x in (verifier, same))
+        assert one == two
+
+
+def test_a_checkpoint_is_loaded_with_those_that_the_settings_name():
+    model = load_for(SHIPPED / "model", settings("apd", verifier=str(SHIPPED / "model")))
+    assert model.verifier.config == load_model(SHIPPED / "model").config
+
+
+def test_models_are_offered_the_decoders_for_them_and_last_those_that_need_more_than_the_model():
+    assert decoders_for("llada") == ["llada", "conv", "fast_dllm", "apd"]
+    assert decoders_for("dream") == ["dream", "conv", "fast_dllm", "apd"]
+    assert decoders_for("r2ft") == decoders_for("llada")  # which trains on its models, and decodes them as before
+    assert not {"conv", "fast_dllm", "apd"} & set(decoders_for("ar"))
+
+
+cart_weights = jax.jit(dream.cart_weights)
+OBJECTIVE = dream.ShiftedDiffusion(mask_id=MASK, padding=0.0, shuffle=False, cart_p=0.5)
+
+
+def test_weights_of_the_docstring_of_dream():
+    """inputs p q a M c M, and another document that must not count."""
+    clean = jnp.array([[1, 1, 1, 0, 1, 0, 1, 0]], bool)
+    weights = cart_weights(clean, jnp.array([[1, 1, 1, 1, 1, 1, 2, 2]]), 0.5)
+    np.testing.assert_allclose(weights[0, [3, 5]], [(1 + 1 / 2 + 1 / 4 + 1) / 4, (1 + 1 / 4 + 1 / 8 + 1 / 16) / 4])
+    np.testing.assert_allclose(weights[0, 7], 0.25)
+
+
+def test_weights_of_dream_are_the_double_sum_of_the_paper():
+    rng = np.random.default_rng(0)
+    segments = np.array([[1] * 9 + [2] * 14 + [0] * 3])
+    clean = (rng.random(segments.shape) < 0.5) & (segments > 0)
+    expected = np.zeros(segments.shape)
+    for n in range(26):
+        for i in range(26):
+            if i != n and clean[0, i] and segments[0, i] == segments[0, n]:
+                expected[0, n] += 0.3 * 0.7 ** (abs(n - i) - 1) / 2
+    np.testing.assert_allclose(cart_weights(jnp.asarray(clean), jnp.asarray(segments), 0.3), expected, atol=1e-6)
+
+
+def test_a_masked_token_is_the_label_of_the_token_before_it_and_the_weights_are_a_mean_over_masks():
+    tokens = jnp.arange(5, 21, dtype=jnp.int32)[None]
+    rows = Rows(tokens, jnp.array([[1] * 8 + [2] * 6 + [0] * 2]), jnp.array([[0] * 2 + [1] * 12 + [0] * 2], bool))
+    seen, corrupt = set(), jax.jit(OBJECTIVE.corrupt)
+    for seed in range(5):
+        batch = corrupt(rows, jax.random.split(jax.random.key(seed), 1))
+        masked = np.flatnonzero(batch.inputs[0] == MASK)
+        seen |= set(masked)
+        cart = cart_weights((rows.segment_ids > 0) & (batch.inputs != MASK), rows.segment_ids, 0.5)[0]
+        np.testing.assert_array_equal(batch.labels[0, masked - 1], tokens[0, masked])
+        expected = np.zeros(16)
+        expected[masked - 1] = cart[masked] / max(len(masked), 1)
+        np.testing.assert_allclose(batch.weights["mdm"][0], expected, rtol=1e-6)
+    assert seen == {*range(2, 8), *range(9, 14)}  # neither prompts nor the first token of a document
+
+
+@pytest.mark.parametrize(("masks", "steps"), [(16, 16), (16, 4), (7, 3), (5, 9), (32, 512)])
+def test_a_schedule_commits_everything_in_no_more_steps_than_asked_for(masks, steps):
+    counts = dream.schedule(masks, steps)
+    assert sum(counts) == masks
+    assert len(counts) <= steps
+    assert min(counts) > 0
+
+
+def test_unless_steps_are_given_every_forward_commits_one_token():
+    out = decode(sharp_model(), [Request([BOS, 5], (8, [9]))], settings("dream"))
+    assert out.forwards == [8]
+
+
+def test_a_text_cannot_begin_with_a_gap():
+    with pytest.raises(UserError, match="prompt 0: begins with a gap"):
+        decode(sharp_model(), [Request([], (2, [BOS, 5], 3))], settings("dream"))
