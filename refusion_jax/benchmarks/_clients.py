@@ -56,7 +56,8 @@ def ask_all(
 
     With `times`, requests are sent at these seconds from now, whatever has been answered until then.
     """
-    own, began, asked = threading.local(), time.perf_counter(), []
+    own, asked = threading.local(), []
+    began = time.perf_counter()
 
     def answer(body: dict[str, Any]) -> Seen:
         if times or not hasattr(own, "connection"):  # the server closes those that are idle
@@ -76,7 +77,8 @@ def ask_all(
 
 def ask(connection: http.client.HTTPConnection, body: bytes, is_stream: bool = False, hangs_up: bool = False) -> Seen:
     """What a client sees of the answer to a request for completions; one who hangs up reads its first line alone."""
-    began, first, text, tokens = time.perf_counter(), None, "", 0
+    text, tokens, first = "", 0, None
+    began = time.perf_counter()
     connection.request("POST", "/v1/completions", body, {"Content-Type": "application/json"})
     answer = connection.getresponse()
     is_answer = answer.status == 200

@@ -77,7 +77,8 @@ def main(own: flags.FlagValues) -> None:
     """Prints one JSON object per setup and batch size, then a table."""
     batch_sizes = flag_values.read_counts("batch_sizes", own.batch_sizes)
     model = load_model(own.checkpoint, own.dtype) if own.checkpoint else random_model(own.size, own.dtype)
-    bandwidth, names = copy_bandwidth(), own.setup or default_system().decoders
+    bandwidth = copy_bandwidth()
+    names = own.setup or default_system().decoders
     table = Table("setup", "batch", "tokens/s", "tokens/forward", "ms/forward", "of bandwidth")
     for batch_size in batch_sizes:
         shared = _DEFAULTS | command.given(own) | {"batch_size": batch_size}

@@ -201,7 +201,8 @@ def step_costs(config: ml_collections.ConfigDict) -> tuple[float, float]:
 
 def decoded(size: str, rows: int, new_tokens: int) -> list[dict]:
     """The decoders of the default system, side by side on random weights, as `bench decode` measures them."""
-    decoders, shared = [*default_system().decoders], {"max_new_tokens": new_tokens, "batch_size": rows}
+    decoders = [*default_system().decoders]
+    shared = {"max_new_tokens": new_tokens, "batch_size": rows}
     names = [*decoders, f"{decoders[0]} weights=int8 cache=int8"]
     setups = {setup: decoding.read_setup(setup, shared) for setup in names}
     model = decoding.random_model(size, "float32" if size == "tiny" else "bfloat16")

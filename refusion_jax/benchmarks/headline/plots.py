@@ -2,13 +2,13 @@
 
 import contextlib
 import importlib.util
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from refusion_jax.benchmarks.headline.curves import curves
+from refusion_jax.benchmarks.headline.curves import Curve, Figure, Measured, curves
 from refusion_jax.benchmarks.headline.experiment import BATCH_SIZES
-from refusion_jax.benchmarks.headline.results import Results, curve_of, name_of
+from refusion_jax.benchmarks.headline.results import Results, Trained, curve_of, name_of
 
 _TRAINING = {  # file: (key of the records, label)
     "loss": ("eval_loss", "held-out loss (each system's own)"),
@@ -47,26 +47,42 @@ def draw(results: Results, directory: Path) -> list[Path]:
     for name, (label, speed) in speeds.items():
         with plot(f"accuracy_by_{name}", xlabel=label, ylabel="exact match", xscale="log") as axes:
             for curve in curves(results):
-                points = sorted(curve.points, key=lambda point: speed(point).mean)
-                x, y = [speed(point).mean for point in points], [point.accuracy for point in points]
-                (line,) = axes.plot(x, [a.mean for a in y], label=curve.name, **_DOTS)
-                axes.fill_between(x, [a.least for a in y], [a.most for a in y], color=line.get_color(), alpha=0.15)
+                _plot_accuracy(axes, curve, speed)
     for name, (key, label) in _TRAINING.items():
         with plot(f"{name}_by_tokens", xlabel="tokens trained on", ylabel=label, yscale="log") as axes:
-            colors = {}  # by model: its seeds have one
-            for run in results.runs:
-                records = [record for record in run["losses"] if key in record]
-                model = name_of(run["system"], run["system"], run["start"])
-                style = _DOTS | ({"color": colors[model]} if model in colors else {"label": model})
-                if records:
-                    (line,) = axes.plot([r["tokens"] for r in records], [r[key] for r in records], **style)
-                    colors[model] = line.get_color()
+            _plot_training(axes, results.runs, key)
     for topology in dict.fromkeys(record["topology"] for record in results.tpu_estimates):
-        labels = {"title": "estimate, not calibrated", "xlabel": f"rows at once on {topology}"}
-        labels |= {"ylabel": "times one token per forward", "xscale": "log", "yscale": "log"}
-        with plot(f"estimate_{topology.replace(':', '_')}", **labels) as axes:
+        with plot(
+            f"estimate_{topology.replace(':', '_')}",
+            title="estimate, not calibrated",
+            xlabel=f"rows at once on {topology}",
+            ylabel="times one token per forward",
+            xscale="log",
+            yscale="log",
+        ) as axes:
             for record in results.tpu_estimates:
                 if record["topology"] == topology:
                     sizes, speedups = ([b[key] for b in record["batches"]] for key in ("batch_size", "speedup"))
                     axes.plot(sizes, speedups, label=name_of(*curve_of(record)), **_DOTS)
     return paths
+
+
+def _plot_accuracy(axes: Any, curve: Curve, speed: Callable[[Measured], Figure]) -> None:
+    """A line over the mean speed; the band reaches from the least to the most accurate seed."""
+    points = sorted(curve.points, key=lambda point: speed(point).mean)
+    x = [speed(point).mean for point in points]
+    (line,) = axes.plot(x, [point.accuracy.mean for point in points], label=curve.name, **_DOTS)
+    least = [point.accuracy.least for point in points]
+    most = [point.accuracy.most for point in points]
+    axes.fill_between(x, least, most, color=line.get_color(), alpha=0.15)
+
+
+def _plot_training(axes: Any, runs: Sequence[Trained], key: str) -> None:
+    """A line for each run with such records; the seeds of a model have one colour."""
+    colors = {}
+    for run in runs:
+        model = name_of(run["system"], run["system"], run["start"])
+        if records := [record for record in run["losses"] if key in record]:
+            style = {"color": colors[model]} if model in colors else {"label": model}
+            (line,) = axes.plot([r["tokens"] for r in records], [r[key] for r in records], **style, **_DOTS)
+            colors[model] = line.get_color()
