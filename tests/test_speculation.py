@@ -47,6 +47,18 @@ from refusion_jax.systems.registry import decoders_for
 from refusion_jax.training.program import train_program
 
 
+@pytest.mark.thorough
+def test_a_forward_feeds_as_much_as_pays_and_writes_what_one_token_after_the_other_is():
+    """Of other numbers, and other decoders, tests/test_systems.py says so."""
+    saved = 0
+    for model in sharp_models()[:3]:
+        out, ar = (decode(model, PROMPTS, settings(m, fed_tokens=0)) for m in ("dense", "ar"))
+        assert (out.tokens, out.commit_order) == (ar.tokens, ar.commit_order)
+        assert all(a <= b for a, b in zip(out.forwards, ar.forwards, strict=True))
+        saved += sum(ar.forwards) - sum(out.forwards)
+    assert saved > 0
+
+
 @pytest.mark.parametrize(
     ("method", "changes", "prompt"),
     [

@@ -74,7 +74,7 @@ VARIANTS = {
     "dflash": [],
     "block_diffusion": [{"block_size": 8, "sub_block": 3, "threshold": 0.3}, {"block_size": 3, "threshold": 0.6}],
     "wedlm": [{"window": 5, "entropy_threshold": 1.5, "distance_penalty": 0.1}, {"window": 4, "new": 15}],
-    "dense": [{"fed_tokens": 24, "new": 15, "size": 3}, {"fed_tokens": 0}],
+    "dense": [{"fed_tokens": 24, "new": 15, "size": 3}],
     "dense_plan": [{"slot": 0.2}, {"slot": 0.5, "blocks": 2, "order": "left_to_right"}, {"infill_blend": 0.0}],
     "card": [{"draft_length": 5, "threshold": 0.5}, {"passes": 2, "threshold": 0.3}, {"passes": 1}],
     "llada": [{"block_length": 5, "merge": 3}, {"steps": 4}, {"block_length": 4}, {"block_length": 8, "steps": 6}],
