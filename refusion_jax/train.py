@@ -101,8 +101,8 @@ def train(
     # 2. The data.
     source = epath.Path(config.init_from) if config.init_from and (config.lora.rank or not steps) else None
     reads = make_objective(config, 0).reads
-    if reads and (system := find_system(config.objective)).decodes:  # or nothing could decode with what is trained
-        with naming(f"--config.{config.objective}.reads"):
+    if reads and (system := find_system(config.objective)).decodes and system.decoders:
+        with naming(f"--config.{config.objective}.reads"):  # or nothing could decode with what is trained
             choose_method(epath.Path(reads), min(system.decoders))
     default = source or (epath.Path(reads) if reads else None)
     with naming(f"--config.{'init_from' if source else f'{config.objective}.reads'}"):

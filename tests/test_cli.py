@@ -98,7 +98,7 @@ def test_what_nobody_has_thought_of_is_one_line_and_a_file_with_the_trace(error,
     code, err = ended(error, capsys)
     assert code == 1
     found = re.fullmatch(
-        rf"error: \S+ failed: {type(error).__name__}: 'where' "
+        rf"error: \S+ failed: {type(error).__name__}: 'where' at {re.escape(__file__)}:[0-9]+ "
         r"\(the full trace is in (\S+), and --traceback prints it\)\n",
         err,
     )

@@ -135,15 +135,17 @@ def test_a_new_system_is_found_by_its_name_and_trains_and_decodes(monkeypatch):
         (lambda batch: {"weights": {"md": batch.weights["mdm"]}}, r"has weights of \['md'\], and .*'mdm'"),
         (lambda batch: {"diagnostics": {"at": batch.labels[0]}}, r"batch.diagnostics\['at'\] is of shape \(24,\)"),
         (lambda batch: {"visibility": jax.tree.map(lambda x: x[0], batch.visibility)}, r"batch.visibility.* \(24,\)"),
+        (lambda _: {}, "returns dict, not a Batch"),
     ],
 )
 def test_a_batch_that_does_not_fit_is_refused_with_the_name_of_its_objective(change, why):
     class Odd(registry.systems()["llada"].objective):
         def corrupt(self, rows, keys):
             batch = super().corrupt(rows, keys)
-            for field, value in change(batch).items():
+            fields = change(batch)
+            for field, value in fields.items():
                 object.__setattr__(batch, field, value)  # which no type checker of the tests looks at
-            return batch
+            return batch if fields else fields
 
     with pytest.raises(UserError, match=f"Odd.corrupt: {why}"):
         Odd(MASK).batch(rows(), jax.random.split(jax.random.key(0), 2))
@@ -169,6 +171,15 @@ def test_a_decoder_whose_steps_are_wrong_is_refused_by_its_name(monkeypatch, cha
     monkeypatch.setattr(registry, "_registered", {})
     registry.register(System("odd", None, {"odd": Odd}, {"odd": ar.references["ar"]}))
     with pytest.raises(UserError, match=why):
+        decode(sharp_model(), PROMPTS[:2], settings("odd"))
+
+
+def test_a_decoder_that_begins_with_no_state_is_refused_by_its_name(monkeypatch):
+    ar = registry.systems()["ar"]
+    nothing = type("Odd", (ar.decoders["ar"],), {"init": lambda *_: None})
+    monkeypatch.setattr(registry, "_registered", {})
+    registry.register(System("odd", None, {"odd": nothing}, {"odd": ar.references["ar"]}))
+    with pytest.raises(UserError, match=r"Odd.init: returns NoneType, not a RowState"):
         decode(sharp_model(), PROMPTS[:2], settings("odd"))
 
 

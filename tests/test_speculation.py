@@ -230,6 +230,22 @@ def test_what_dflash_cannot_read_is_refused(tmp_path):
     assert re.search("^error: --config.dflash.reads: method=dflash: .* was trained with objective=llada, which", err)
 
 
+def test_a_system_that_reads_another_model_and_has_no_decoder_trains(tmp_path):
+    """Its `decodes` then asks for nothing; what is refused is the shape of the model that is read."""
+    save_params(tmp_path, nnx.to_pure_dict(nnx.state(tiny_model())))
+    write_model_config(tmp_path, tiny_config())
+    (tmp_path / "config.json").write_text('{"objective": "llada"}')
+    (tmp_path / "mine.py").write_text(
+        "import dataclasses\nfrom refusion_jax.config import default_config as get_config\n"
+        "from refusion_jax.systems import registry\n"
+        "own = {'name': 'mine', 'section': 'mine', 'decoders': {}, 'references': {}}\n"
+        "registry.register(dataclasses.replace(registry.find_system('dflash'), **own))\n"
+    )
+    flags = [f"--config={tmp_path / 'mine.py'}", "--config.objective=mine", f"--config.mine.reads={tmp_path}"]
+    _, err = run("train", *flags, "--config.data.examples=500", f"--workdir={tmp_path / 'drafter'}", code=2)
+    assert re.search("^error: --config.model.", err)
+
+
 def many(rows: Rows, count: int) -> Rows:
     return jax.tree.map(lambda x: jnp.repeat(x, count, axis=0), rows)
 

@@ -11,6 +11,7 @@ import re
 import select
 import shlex
 import sys
+import sysconfig
 import tempfile
 import traceback
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -234,7 +235,15 @@ def _unforeseen(error: BaseException) -> str:
                 traceback.print_exception(error, file=file)
             hint = f"the full trace is in {file.name}, and --traceback prints it"
     what, name = first_line(error), type(error).__name__
-    return f"{command} failed: {name if what == name else f'{name}: {what}'} ({hint})"
+    return f"{command} failed: {name if what == name else f'{name}: {what}'}{_own_place(error)} ({hint})"
+
+
+def _own_place(error: BaseException) -> str:
+    """Where a file of the user's own, as that of a system, has raised an error or called what did; empty: nowhere."""
+    known = [os.path.dirname(os.path.dirname(__file__)), *sysconfig.get_paths().values()]
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [f for f in frames if os.path.isfile(f.filename) and not f.filename.startswith(tuple(known))]
+    return f" at {own[-1].filename}:{own[-1].lineno}" if own else ""
 
 
 def config_fault(argv: Sequence[str], names: Iterable[str]) -> UserError | None:
@@ -290,15 +299,9 @@ def define_settings(
 
     For --help, `defaults` are what the command uses where a flag is not given, by name, else it is the setting's own.
     """
-    defaults = defaults or {}
-    define = {
-        int: flags.DEFINE_integer,
-        float: flags.DEFINE_float,
-        str: flags.DEFINE_string,
-        bool: flags.DEFINE_bool,
-    }
+    define = {int: flags.DEFINE_integer, float: flags.DEFINE_float, str: flags.DEFINE_string, bool: flags.DEFINE_bool}
     for name, own in settings.items():
-        help = help_text(own, defaults.get(name))
+        help = help_text(own, (defaults or {}).get(name))
         define[type(own.default)](f"decode.{name}", None, help, flag_values=flag_values)
 
 

@@ -269,6 +269,8 @@ def _empty(compiled: StaticArguments, params, layout, rows: int) -> RowState:
     keys = jax.random.split(jax.random.key(0), rows)
     model = nnx.merge(compiled.graphdef, params)
     like = jax.eval_shape(lambda: compiled.decoder.init(model, layout, keys))
+    if not isinstance(like, RowState):
+        raise UserError(f"{type(compiled.decoder).__name__}.init: returns {type(like).__name__}, not a RowState")
     return _placed(jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), like))
 
 

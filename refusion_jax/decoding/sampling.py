@@ -176,11 +176,6 @@ def run_length(flags: Bool[Array, "*axes K"]) -> Int32[Array, "*axes"]:
     return jnp.sum(jnp.cumprod(flags.astype(jnp.int32), axis=-1), axis=-1)
 
 
-def first(flags: Bool[Array, "*axes K"]) -> Int32[Array, "*axes"]:
-    """Index of the first True over the last axis; the length of the axis if there is none."""
-    return run_length(~flags)
-
-
 def _of_tokens(of_rows: PyTree, shape: tuple[int, int]) -> PyTree:
     """Arrays [B], or [B, T] already, as [B, T]."""
     return jax.tree.map(lambda x: jnp.broadcast_to(x.reshape(*x.shape, *(1,) * (2 - x.ndim)), shape), of_rows)

@@ -68,15 +68,15 @@ class Objective(abc.ABC):
     def batch(self, rows: Rows, keys: Key[Array, "B"]) -> Batch:
         """The batch of `corrupt`; UserError where its arrays do not fit together, or its terms to `coefficients`."""
         batch, name = self.corrupt(rows, keys), f"{type(self).__module__}.{type(self).__name__}.corrupt"
-        if set(batch.weights) != set(self.coefficients):
-            raise UserError(
-                f"{name}: has weights of {sorted(batch.weights)}, and coefficients of {sorted(self.coefficients)}"
-            )
+        if not isinstance(batch, Batch):
+            raise UserError(f"{name}: returns {type(batch).__name__}, not a Batch")
+        found, expected = sorted(batch.weights), sorted(self.coefficients)
+        if found != expected:
+            raise UserError(f"{name}: has weights of {found}, and coefficients of {expected}")
         B, T = np.shape(rows.tokens)
-        for path, x in jax.tree.leaves_with_path(batch):
-            if x.shape != (B, self.input_length(T)):
-                field = f"batch{jax.tree_util.keystr(path)}"
-                raise UserError(f"{name}: {field} is of shape {x.shape}, not (B, T) = {(B, self.input_length(T))}")
+        for at, x in jax.tree.leaves_with_path(batch):
+            if x.shape != (shape := (B, self.input_length(T))):
+                raise UserError(f"{name}: batch{jax.tree_util.keystr(at)} is of shape {x.shape}, not (B, T) = {shape}")
         return batch
 
 

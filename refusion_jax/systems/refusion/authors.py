@@ -14,7 +14,7 @@ Axes: B rows, M slots of a block, K slot size, W width of the feed.
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int32
 
-from refusion_jax.decoding.sampling import first, run_length, select
+from refusion_jax.decoding.sampling import run_length, select
 from refusion_jax.decoding.settings import TracedSettings
 from refusion_jax.systems.refusion.canvas import Block
 from refusion_jax.systems.refusion.feed import Feed, Reading
@@ -97,12 +97,12 @@ def check_drafts(
     B, M, K = work.drafts.shape
     offset, slot = jnp.arange(K)[None, None], jnp.arange(M)[None]
     is_eos = (work.drafts == eos_id) & (offset < here.size[:, :, None]) & work.chosen[:, :, None]
-    eos_slot = first(jnp.any(is_eos & (offset < runs[:, :, None]), axis=2))[:, None]  # M if there is none
+    eos_slot = run_length(~jnp.any(is_eos & (offset < runs[:, :, None]), axis=2))[:, None]  # M if there is none
     chosen = work.chosen & (slot <= eos_slot)
     runs = jnp.where(slot == eos_slot, here.size, runs)
 
     is_finished = jnp.all((runs == here.size) | ~chosen, axis=1)
     is_fed = chosen[:, :, None] & (offset < here.size[:, :, None])
-    eos = first((is_eos & is_fed).reshape(B, M * K))[:, None, None]
+    eos = run_length(~(is_eos & is_fed).reshape(B, M * K))[:, None, None]
     is_covered = jnp.arange(M * K).reshape(1, M, K) <= eos
     return chosen, runs, is_finished[:, None, None] & is_fed & is_covered

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Array, Bool, Float32, Int32
 
-from refusion_jax.decoding.sampling import first, run_length, select
+from refusion_jax.decoding.sampling import run_length, select
 from refusion_jax.decoding.settings import TracedSettings
 from refusion_jax.systems.refusion.canvas import Block
 from refusion_jax.systems.refusion.feed import Reading
@@ -72,7 +72,7 @@ class ExactInfill(SlotDecoder):
             phase=jnp.where(jnp.any(left, axis=1), VERIFY, PLAN).astype(work.phase.dtype),
             chosen=left,
             drafts=jnp.where(is_final, work.drafts, wanted),
-            accepted=jnp.where(slot == first(left)[:, None], runs, 0),
+            accepted=jnp.where(slot == run_length(~left)[:, None], runs, 0),
         )
         return select(is_verify, repaired, work), committed
 

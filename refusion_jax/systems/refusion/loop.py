@@ -22,7 +22,7 @@ from jaxtyping import Array, Bool, Float32, Int32, Key
 from refusion_jax.decoding import cache as kv
 from refusion_jax.decoding.decoder import SLOT_MASK, Decoder, RowState
 from refusion_jax.decoding.requests import Layout, Request, text_capacity
-from refusion_jax.decoding.sampling import Record, first, select
+from refusion_jax.decoding.sampling import Record, run_length, select
 from refusion_jax.decoding.settings import TracedSettings
 from refusion_jax.decoding.trajectory import tell
 from refusion_jax.model.shape import ModelConfig
@@ -295,7 +295,7 @@ def to_commit(work: Work, here: Block, accepted: Bool[Array, "B M K"], eos_id: i
     """
     B, M, K = work.drafts.shape
     is_fed = work.chosen[:, :, None] & (jnp.arange(K)[None, None] < here.size[:, :, None])
-    prefix = first((is_fed & ~accepted).reshape(B, M * K))[:, None, None]  # in places of the grid, empty ones included
-    eos = first((is_fed & (work.drafts == eos_id)).reshape(B, M * K))[:, None, None]
+    prefix = run_length((accepted | ~is_fed).reshape(B, M * K))[:, None, None]  # of the grid, empty places included
+    eos = run_length((~is_fed | (work.drafts != eos_id)).reshape(B, M * K))[:, None, None]
     place = jnp.arange(M * K).reshape(1, M, K)
     return is_fed & jnp.where(eos < prefix, place <= eos, (place // K + 1) * K <= prefix)
