@@ -128,6 +128,23 @@ def test_a_new_system_is_found_by_its_name_and_trains_and_decodes(monkeypatch):
         settings("toy")
 
 
+def test_two_systems_that_decode_each_others_models_are_registered_one_of_them_twice(monkeypatch):
+    monkeypatch.setattr(registry, "_registered", {})
+    llada = registry.systems()["llada"]
+
+    def one_of_two(name, other):
+        own = {name: type("Toy", (llada.decoders["llada"],), {})}
+        return dataclasses.replace(llada, name=name, section=name, decoders=own, references=own, decodes=(other,))
+
+    first, second = one_of_two("first", "second"), one_of_two("second", "first")
+    with pytest.raises(UserError, match="system 'first': decodes='second' is no system"):
+        registry.register(first)
+    for system in (dataclasses.replace(first, decodes=()), second, first):
+        registry.register(system)
+    assert registry.decoders_for("first") == ["first", "second"]
+    assert registry.decoders_for("second") == ["second", "first"]
+
+
 @pytest.mark.parametrize(
     ("change", "why"),
     [
