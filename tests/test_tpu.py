@@ -103,6 +103,12 @@ def test_a_variant_for_a_slice_is_faster_than_the_size_as_shipped(slice, faster)
     assert shipped["step_seconds"] / variant["step_seconds"] >= faster
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(("slice", "seconds"), [("v6e:8x8", 1.0), ("v5p:4x4x4", 1.26), ("v5e:16x16", 1.59)])
+def test_the_estimated_step_of_8b_takes_no_longer_than(slice, seconds):
+    assert plan_of("refusion_8b", f"8b,{slice}", slice)["step_seconds"] <= seconds
+
+
 # MaxText's step, without clipping and corruption, needs 8.15 (with its vocabulary tiling), 18.58 and 13.36.
 @pytest.mark.slow
 @pytest.mark.parametrize(

@@ -162,21 +162,23 @@ def _local_backward(x, head, labels, is_labelled, log_normalizer, cotangent):
         chunk, first = chunk_first
         chunk = sharding.all_gather(chunk.astype(x.dtype), "embed", axis=0)
 
-        def block_step(dchunk, block):
-            blocked, scale, normalizer, dx = block
+        def block_step(sums, block):
+            index, blocked, scale, normalizer = block
 
             def add(dchunk, dx):
                 logits = _chunk_logits(blocked.x, chunk, first, rows)
                 dlogits = jnp.exp(logits - normalizer[:, None]) - _hits(blocked.labels, chunk, first, rows)
-                dlogits = (dlogits * scale[:, None]).astype(x.dtype)
-                dx += jnp.einsum("rw,dw->rd", dlogits, chunk, preferred_element_type=jnp.float32)
+                # Rounded once: without the barrier XLA keeps the logits in float32 and makes these in both products.
+                dlogits = jax.lax.optimization_barrier((dlogits * scale[:, None]).astype(x.dtype))
+                dx = dx.at[index].add(jnp.einsum("rw,dw->rd", dlogits, chunk, preferred_element_type=jnp.float32))
                 dchunk += jnp.einsum("rd,rw->dw", blocked.x, dlogits, preferred_element_type=jnp.float32)
                 return dchunk, dx
 
-            return jax.lax.cond(blocked.has_label, add, lambda *same: same, dchunk, dx)
+            return jax.lax.cond(blocked.has_label, add, lambda *same: same, *sums), None
 
         zeros = jnp.zeros(chunk.shape, jnp.float32)
-        dchunk, dx = jax.lax.scan(block_step, zeros, (blocks, scale, normalizer, dx))
+        each = jnp.arange(len(blocks.labels)), blocks, scale, normalizer
+        (dchunk, dx), _ = jax.lax.scan(block_step, (zeros, dx), each)
         return dx, sharding.scatter_sum(dchunk, "embed", axis=0)
 
     dx, dhead = jax.lax.scan(chunk_step, jnp.zeros(blocks.x.shape, jnp.float32), _chunks(head))

@@ -9,9 +9,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.experimental.layout import Layout, with_layout_constraint
 from jaxtyping import Array, Float, Float32, Int32
 
-from refusion_jax.distributed.sharding import constrain, device_kind_here
+from refusion_jax.distributed.sharding import constrain, device_kind_here, shard_count_here
 from refusion_jax.model.int8 import Int8Array, factors, is_int8
 
 
@@ -41,9 +42,29 @@ def linear(x: Float[Array, "..."], w: Float[Array, "..."] | Int8Array, inputs: i
     """
     w, scale = factors(w, x.dtype)
     size = math.prod(w.shape[:inputs])
-    y = x.reshape(-1, size) @ w.reshape(size, -1)
+    y = (_row_by_row(x) if inputs == 1 else x).reshape(-1, size) @ w.reshape(size, -1)
     y = y if scale is None else (y * scale.reshape(1, -1)).astype(x.dtype)
     return y.reshape(x.shape[:-inputs] + w.shape[inputs:])
+
+
+@jax.custom_vjp
+def _row_by_row(x: Float[Array, "..."]) -> Float[Array, "..."]:
+    """The same values; on TPUs, where a gradient is made of them, in memory one token after the other.
+
+    For the gradient of a weight XLA would have the tokens innermost, and copy there what was kept: 4 % of the time of a
+    step of 8B on v6e:8x8, as compiled. Where rows or heads are split, too, steps of a small model count 2 to 6 % more.
+    """
+    return x
+
+
+def _laid_out(x: Float[Array, "..."]) -> tuple[Float[Array, "..."], None]:
+    is_whole = shard_count_here("length") == shard_count_here("mlp") == 1
+    if device_kind_here().startswith("TPU") and is_whole:
+        x = with_layout_constraint(x, Layout(major_to_minor=tuple(range(x.ndim))))
+    return x, None
+
+
+_row_by_row.defvjp(_laid_out, lambda _, cotangent: (cotangent,))
 
 
 _FEW_TOKENS = 64  # up to which a CPU multiplies faster with its operands swapped
