@@ -28,10 +28,9 @@ from rich.console import Console
 
 from refusion_jax.checkpoints.load import chosen_settings, load_for, load_tokenizer, read_model_config
 from refusion_jax.cli import command
-from refusion_jax.cli.errors import Failure, UserError, first_line
+from refusion_jax.cli.errors import Failure, UserError, check_characters, first_line
 from refusion_jax.cli.settings import declared, scope
 from refusion_jax.data.interface import Tokenizer
-from refusion_jax.decoding.prompts import check_characters
 from refusion_jax.decoding.requests import Request
 from refusion_jax.decoding.settings import TokenIds
 from refusion_jax.distributed.compiled_code import keep_for_user

@@ -63,7 +63,7 @@ from refusion_jax.data.interface import Tokenizer
 from refusion_jax.decoding.decoder import Decoder
 from refusion_jax.decoding.output import is_on_disk, open_output, to_line
 from refusion_jax.decoding.player import BEGINNING, MOST, Decodings, page
-from refusion_jax.decoding.prompts import asked_prompts, check_characters, to_record
+from refusion_jax.decoding.prompts import asked_prompts, to_record
 from refusion_jax.decoding.requests import Answer, Request, prepare
 from refusion_jax.decoding.settings import Settings
 from refusion_jax.decoding.stops import Stops
@@ -231,8 +231,6 @@ def main() -> None:
     check_places(checkpoint, output, watch)
     part = part_of(_PART.value, output) if _PART.value is not None else None
     stops = Stops(tuple(_STOP.value))
-    for stop in stops.texts:
-        check_characters(stop, "--stop")
     given = command.given()
     settings = chosen_settings(checkpoint, given)
     split = {"data": _DATA.value, "tensor": _TENSOR.value}

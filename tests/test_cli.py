@@ -118,14 +118,16 @@ def test_what_nobody_has_thought_of_is_one_line_and_a_file_with_the_trace(error,
         ("workdir", "az://y", "cannot be reached"),
         ("blocked_urls", "x,az://y", "cannot be reached"),
         ("workdir", "a\udcff", "a\udcff is not UTF-8"),
+        ("mask_piece", "a\udcff", "not UTF-8"),
     ],
 )
-def test_what_can_be_no_path_is_refused_by_its_flag(flag, path, said):
+def test_what_can_be_no_path_or_text_is_refused_by_its_flag(flag, path, said):
     values = command.flags.FlagValues()
     command.flags.DEFINE_string("workdir", None, "", flag_values=values)
     command.flags.DEFINE_list("blocked_urls", [], "", flag_values=values)
+    command.flags.DEFINE_string("mask_piece", None, "", flag_values=values)
     values(["program", f"--{flag}={path}"])
-    with pytest.raises(UserError, match=f"--{flag}=.*{said}"):
+    with pytest.raises(UserError, match=f"--{flag}[=:].*{said}"):
         flag_values.check_values(values)
 
 

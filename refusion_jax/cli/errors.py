@@ -58,3 +58,11 @@ def needs(extra: str) -> Iterator[None]:
         yield
     except ModuleNotFoundError as error:
         raise UserError(f"{error.name} is not installed: pip install -e '.[{extra}]' in the project's root") from error
+
+
+def check_characters(text: str, where: str) -> None:
+    """Raises UserError, which names `where`, for text from a command line that is not valid Unicode."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise UserError(f"{where}: not UTF-8 (character {error.start + 1})") from error

@@ -7,7 +7,7 @@ from pathlib import Path
 from absl import flags
 from etils import epath
 
-from refusion_jax.cli.errors import UserError
+from refusion_jax.cli.errors import UserError, check_characters
 from refusion_jax.cli.paths import STORES, is_remote, is_text, names_no_store
 
 # Flags that name a file or directory, in any command.
@@ -19,9 +19,12 @@ _PATHS = {
 
 
 def check_values(values: flags.FlagValues) -> None:
-    """Refuses what can be no path, and numbers that absl takes although nothing can be done with them."""
+    """Refuses what can be no path, what is no text, and numbers with which nothing can be done."""
     for name in values:  # those of settings have limits of their own
         value = values[name].value
+        for text in value if isinstance(value, list) else [value]:
+            if isinstance(text, str) and "." not in name and name not in _PATHS - {"stop"}:
+                check_characters(text, f"--{name}")
         if "." not in name and isinstance(value, int | float) and not -(2**32) < value < 2**32:
             raise UserError(f"--{name}={str(value)[:60]}: must be a number between -2^32 and 2^32")
     for name in sorted(name for name in _PATHS & set(values) if not values[name].using_default_value):

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TypeAlias
 
-from refusion_jax.cli.errors import UserError, naming
+from refusion_jax.cli.errors import UserError, check_characters, naming
 from refusion_jax.cli.settings import scope
 from refusion_jax.data.interface import Tokenizer
 from refusion_jax.decoding.requests import Answer, Request
@@ -81,14 +81,6 @@ def encode_prompt(text: str | None, tokenizer: Tokenizer | None, where: str, may
     check_characters(text or "", where)
     with naming(where):
         return tokenizer.encode_prompts([text])[0]
-
-
-def check_characters(text: str, where: str) -> None:
-    """Raises UserError, which names `where`, for text from a command line that is not valid Unicode."""
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise UserError(f"{where}: not UTF-8 (character {error.start + 1})") from error
 
 
 def encode(text: str, tokenizer: Tokenizer | None, where: str, inside: bool) -> list[int]:

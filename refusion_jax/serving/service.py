@@ -8,10 +8,10 @@ import threading
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from refusion_jax.cli.errors import UserError
+from refusion_jax.cli.errors import UserError, check_characters
 from refusion_jax.cli.settings import declared, scope
 from refusion_jax.data.interface import Tokenizer
-from refusion_jax.decoding.prompts import Decode, check_characters
+from refusion_jax.decoding.prompts import Decode
 from refusion_jax.decoding.requests import Answer, Request
 from refusion_jax.decoding.settings import Settings, TokenIds
 from refusion_jax.decoding.stops import Stops
