@@ -220,8 +220,12 @@ def test_weights_are_normalized_over_the_batch(name):
 
 
 @pytest.mark.parametrize("name", TRAINABLE)
-def test_the_length_of_inputs_and_the_pattern_are_those_that_are_counted(name):
+def test_inputs_and_labels_are_tokens_and_length_and_pattern_those_that_are_counted(name):
     objective, batch = batch_of(name, 5)
+    counts = np.any([weight != 0 for weight in batch.weights.values()], axis=0)
+    for tokens in (batch.inputs, np.asarray(batch.labels)[counts]):  # others would be learnt as some token
+        assert np.issubdtype(tokens.dtype, np.integer)
+        assert 0 <= np.min(tokens) <= np.max(tokens) < tiny_model().config.num_tokens
     assert batch.inputs.shape[1] == objective.input_length(T)
     assert set(batch.weights) == set(objective.coefficients)
     if batch.visibility.pattern:
