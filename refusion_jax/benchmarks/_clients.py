@@ -60,8 +60,10 @@ def ask_all(
     began = time.perf_counter()
 
     def answer(body: dict[str, Any]) -> Seen:
-        if times or not hasattr(own, "connection"):  # the server closes those that are idle
+        if not hasattr(own, "connection"):
             own.connection = http.client.HTTPConnection(*address, timeout=600)
+        if times:  # asks over a new one, since the server closes those that are idle
+            own.connection.close()
         seen = ask(own.connection, json.dumps(body).encode(), body["stream"])
         if seen.status != 200:
             raise Failure(f"the server answers {seen.status}: {seen.text[:300]}")
