@@ -62,7 +62,7 @@ class Engine:
         grammar: Matcher | None = None,
         prefix_cache: int | None = None,
     ):
-        """Allocates the cache of all rows; the forwards are compiled by `start`.
+        """Allocates the cache of all rows; the forward passes are compiled by `start`.
 
         Args:
           model: from `load_model`, on devices of this process alone.
@@ -121,7 +121,7 @@ class Engine:
 
     @property
     def verified(self) -> tuple[int, int]:
-        """(drafts that forwards have verified since the start, those of them that were committed)."""
+        """(drafts that forward passes have verified since the start, those of them that were committed)."""
         drafts = self._drafts + (self._second.verified if self._second else 0)
         return int(drafts[0]), int(drafts[1])
 

@@ -19,7 +19,7 @@ class Job:
     report: Callable[[Answer, bool], bool]  # (answer so far, whether it is finished) -> whether to go on
     fail: Callable[[Exception], None]
     is_watched: bool  # whether to report also while the answer is written
-    by_forward: bool = False  # whether to report after each forward; the device waits for the host then
+    by_forward: bool = False  # whether to report after each forward pass; the device waits for the host then
     is_over: bool = False  # answered, or not wanted any more
     cached: int = 0  # leading tokens of the prompt whose keys and values were there already
     caller: object = None  # the same for all jobs that were submitted together

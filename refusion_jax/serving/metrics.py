@@ -60,7 +60,7 @@ class Metrics(Collector):
 
     def collect(self) -> Iterator[CounterMetricFamily]:
         """What the engine counts itself: drafts, and those that were accepted."""
-        texts = {"draft": "Tokens that forwards have verified", "accepted": "Those of them that were committed"}
+        texts = {"draft": "Tokens that forward passes have verified", "accepted": "Those of them that were committed"}
         for (name, text), count in zip(texts.items(), self._engine.verified, strict=True):
             family = CounterMetricFamily(f"vllm:spec_decode_num_{name}_tokens", text, labels=["model_name"])
             family.add_metric([self._model], count)

@@ -39,7 +39,7 @@ class Program:
     lora: Lora | None
     graphdef: nnx.GraphDef  # of the transformer
     objective: Objective
-    flops_per_row: float  # of forward and backward, and of the forward of a model that is read
+    flops_per_row: float  # of forward and backward, and of the forward pass of a model that is read
 
     def compiled_step(self, state: TrainState) -> jax.stages.Compiled:
         """The step, compiled for a state: its arrays, or their shapes and shardings."""

@@ -49,7 +49,7 @@ class _Queue:
     """Problems that a subject decodes, some at a time."""
 
     def __init__(self, problems: list[Problem], subject: Subject, batch_size: int, decodings: Decodings | None = None):
-        """Makes the requests, and compiles; `decodings` are told what each forward does."""
+        """Makes the requests, and compiles; `decodings` are told what each forward pass does."""
         settings = subject.point.settings(subject.budget.new_tokens, batch_size)
         prompts = subject.tokenizer.encode_prompts([problem.query for problem in problems])
         self._model, self._record = subject.model, decodings.record if decodings else None

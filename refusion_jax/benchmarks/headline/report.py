@@ -202,7 +202,7 @@ def _proxy_speeds(found: list[Curve], results: Results) -> list[str]:
         return []
     first = results.proxy_timings[0]
     about = (
-        f"Weights of the speed proxy: every forward of these decoders, one prompt at a time, is also computed by "
+        f"Weights of the speed proxy: every forward pass of these decoders, one prompt at a time, is also computed by "
         f"{first['parameters'] / 1e6:.1f} M random parameters ({first['shape']}), while the trained model decides what "
         f"is written (refusion_jax/benchmarks/headline/speed_proxy.py). It is the speed of models of that size that "
         f"would write the same. Each decoder is at its fastest setting there within {MARGIN} of its best accuracy; "
@@ -229,7 +229,7 @@ def _estimates(results: Results) -> list[str]:
         return []
     about = (
         "**Estimate, not calibrated; nothing here ran on a TPU.** By arithmetic (refusion_jax/benchmarks/headline/"
-        "tpu_estimates.py), from the forwards of these answers and the compiled width of one, for a model of "
+        "tpu_estimates.py), from the forward passes of these answers and the compiled width of one, for a model of "
         f"{results.tpu_estimates[0]['model'].upper()} parameters in bfloat16 whose heads all chips share. At each "
         f"batch size the fastest setting within {MARGIN} of the best accuracy counts. In brackets: times what one "
         "token per forward takes for the same answers."

@@ -54,7 +54,7 @@ class Scored(TypedDict):
     forwards: int  # of all answers
     tokens_per_forward: float
     tokens_per_forward_without_eos: float
-    tokens_per_forward_with_prefill: float  # which counts as one more forward of each answer
+    tokens_per_forward_with_prefill: float  # which counts as one more forward pass of each answer
     prompt_tokens: float  # mean
     width: int  # places of a row that a forward pass computes
     has_cache: bool

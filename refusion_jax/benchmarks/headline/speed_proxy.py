@@ -3,7 +3,7 @@
 Every forward, every cache entry and every row of the output head that a decoder asks for is computed by both models,
 and the results are those of the trained one. The larger one has random weights; what it computes is never used.
 
-Axes: B rows, T tokens of this forward, S keys it sees, D hidden size of both together, V vocabulary.
+Axes: B rows, T tokens of this forward pass, S keys it sees, D hidden size of both together, V vocabulary.
 """
 
 import dataclasses

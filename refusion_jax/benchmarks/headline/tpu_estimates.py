@@ -48,7 +48,7 @@ def tpu_estimates(points: list[Scored], problems: int) -> list[dict[str, Any]]:
 def _estimate(point: Scored, problems: int, topology: str, batch_size: int) -> dict[str, Any]:
     tokens, forwards = point["tokens"] / problems, point["forwards"] / problems
     context = point["prompt_tokens"] + tokens / 2  # in the middle of an answer
-    # A prefill counts as one forward more, since some decoders make their first drafts in it.
+    # A prefill counts as one more forward pass, since some decoders make their first drafts in it.
     prefills, seen = (1, context) if point["has_cache"] else (0, 0)
 
     def tokens_per_second(forwards: float, places: float, seen: float) -> float:
@@ -75,7 +75,7 @@ def faster_up_to(batches: list[dict[str, Any]]) -> int:
 
 @dataclasses.dataclass(frozen=True)
 class ForwardCosts:
-    """What one forward costs one chip."""
+    """What one forward pass costs one chip."""
 
     weight_flops: float  # of products with weights, the output head among them
     weight_bytes: float
