@@ -27,6 +27,7 @@ from refusion_jax.cli.errors import Failure, UserError
 from refusion_jax.decoding.output import File
 from refusion_jax.decoding.requests import prepare
 from refusion_jax.model import huggingface
+from refusion_jax.model.flops import weights_in_layers
 from refusion_jax.split import choice, device, frames
 from refusion_jax.split.codec import CODECS
 from refusion_jax.split.device import decode_split, decoder_on_link
@@ -184,7 +185,7 @@ def test_the_choice_of_a_cut_keeps_both_limits_and_gives_up_least():
         given_up = []
         for each in sorted(memory):
             wanted = choice.Wanted(each, latency, 16, 32)
-            found = choice.Setup(config, device, server, network, wanted, 1e-4).candidates(decoder)
+            found = choice.Setup(config, device, server, network, wanted).candidates(decoder)
             if not any(x.memory <= each and x.answer <= latency for x in found):
                 with pytest.raises(UserError, match="nothing keeps both limits"):
                     choice.choose(found, wanted)
@@ -201,8 +202,13 @@ def test_the_choice_of_a_cut_keeps_both_limits_and_gives_up_least():
         assert given_up == sorted(given_up, reverse=True)  # with more memory no more is given up
     assert min(none, fitted) > 5
     for network, fed in ((choice.Network(0.0, 1e4), 8), (choice.Network(0.2, 1e9), 16)):  # each token takes its bytes
-        found = choice.Setup(config, device, server, network, wanted, 1e-4).candidates(decoder)
+        found = choice.Setup(config, device, server, network, wanted).candidates(decoder)
         assert min(found, key=choice.rank).fed == fed
+    of_layer = weights_in_layers(config, config.num_experts_per_tok) // config.num_hidden_layers
+    config = dataclasses.replace(config, vocab_size=of_layer // config.hidden_size)  # the head is as large as a layer
+    for each in choice.Setup(config, device, server, network, wanted).candidates(decoder):
+        expected = device.seconds(each.layers, each.fed) + device.each * each.fed
+        assert each.parts["the device"] == pytest.approx(expected, rel=0.01)
 
 
 def test_plan_says_where_to_cut():

@@ -10,8 +10,9 @@ A forward pass over T tokens takes
     N (f_d + T e_d) + (L - N) (f_s + T e_s) + T h + rtt + (bytes up + bytes down) / bandwidth
 
 with N of L layers on the device, f and e the seconds of a layer, whatever it is fed and for each token, and h those of
-the output head, which the device has: for a vocabulary of 151,936 and 1,024 values a token, logits would be 148 times
-the bytes of hidden states. An answer takes its forwards, and the bytes of its prompt.
+the output head, which are to e_d as its weights to a layer's. The device has it: for a vocabulary of 151,936 and 1,024
+values a token, logits would be 148 times the bytes of hidden states. An answer takes its forwards, and the bytes of its
+prompt.
 """
 
 import dataclasses
@@ -51,8 +52,7 @@ class Machine:
     @classmethod
     def of_flops(cls, config: ModelConfig, flops: float) -> "Machine":
         """A machine that is limited by its arithmetic alone."""
-        used = weights_in_layers(config, config.num_experts_per_tok) / config.num_hidden_layers
-        return cls(0.0, 2 * used / flops)
+        return cls(0.0, 2 * _used_by_token(config) / flops)
 
     def seconds(self, layers: int, tokens: float) -> float:
         """Seconds of a forward pass through some layers."""
@@ -100,14 +100,13 @@ class Candidate:
 
 @dataclasses.dataclass(frozen=True)
 class Setup:
-    """A model, the machines that share it, the link between them, and what is wanted: the terms of the formula."""
+    """A model, the machines that share it, the link between them, and what is wanted."""
 
     config: ModelConfig
     device: Machine
     server: Machine
     network: Network
     wanted: Wanted
-    head: float = 0.0  # h
 
     def candidates(self, decoder: type[Decoder]) -> list[Candidate]:
         """All places to cut the model, at all precisions."""
@@ -125,10 +124,12 @@ class Setup:
 
     def seconds(self, layers: int, codec: str, tokens: float, fed: float) -> tuple[dict[str, float], float]:
         """(seconds per forward, by part; seconds of an answer), with so many tokens committed and fed per forward."""
-        each = CODECS[codec].bytes_per_token(self.config.hidden_size, self.wanted.itemsize)
-        rest, network = self.config.num_hidden_layers - layers, self.network
+        c, network = self.config, self.network
+        each = CODECS[codec].bytes_per_token(c.hidden_size, self.wanted.itemsize)
+        rest = c.num_hidden_layers - layers
+        head = self.device.each * c.vocab_size * c.hidden_size / _used_by_token(c)
         parts = {
-            "the device": self.device.seconds(layers, fed) + fed * self.head,
+            "the device": self.device.seconds(layers, fed) + fed * head,
             "the server": self.server.seconds(rest, fed),
             "the round trip": network.rtt,
             "the bandwidth": (2 * (_FRAME + fed * each) + fed * _PLACE) / network.bandwidth,
@@ -142,6 +143,11 @@ class Setup:
         each = BITS[weights] / 8 if weights in BITS else self.wanted.itemsize
         outside = c.vocab_size * c.hidden_size * (1 if c.tie_word_embeddings else 2)
         return each * (outside + weights_in_layers(c, c.num_experts) * layers / c.num_hidden_layers)
+
+
+def _used_by_token(config: ModelConfig) -> float:
+    """The weights of one layer that a token is multiplied with."""
+    return weights_in_layers(config, config.num_experts_per_tok) / config.num_hidden_layers
 
 
 def choose(found: Sequence[Candidate], wanted: Wanted) -> tuple[list[Candidate], Candidate, str]:

@@ -54,8 +54,7 @@ def choose_split(
         raise UserError(f"--decode.method={method}: does not run over two machines; {', '.join(on_link)} do")
     wanted = Wanted(own.device_memory * _GIB, own.latency, int(own.prompt_tokens), int(own.max_new_tokens), itemsize)
     device, server = (Machine.of_flops(config, flops * 1e9) for flops in (own.device_flops, own.server))
-    head = 2 * config.vocab_size * config.hidden_size / (own.device_flops * 1e9)
-    setup = Setup(config, device, server, Network(own.rtt / 1e3, own.bandwidth * 1e6 / 8), wanted, head)
+    setup = Setup(config, device, server, Network(own.rtt / 1e3, own.bandwidth * 1e6 / 8), wanted)
     fitting, chosen, binds = choose(setup.candidates(on_link[method]), wanted)
     speeds = {}
     for name, each in on_link.items():
