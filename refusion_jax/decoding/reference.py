@@ -8,8 +8,7 @@ Axes: n tokens of a forward pass, V vocabulary.
 """
 
 import functools
-import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 import jax
 import jax.numpy as jnp
@@ -102,6 +101,19 @@ class ReferenceDecoder:
                 self.margin = min(self.margin, last - next_one)
         return sorted(order[:count])
 
+    def surest(self, rows: Mapping[int, Float32[np.ndarray, "V"]], threshold: float, least: int = 1) -> dict[int, int]:
+        """place -> its most probable token, where that is above a threshold; if nowhere, at the `least` best places."""
+        best = {place: self.best(row, place) for place, row in rows.items()}
+        scores = {place: rows[place][token] for place, token in best.items()}
+        sure = [place for place, score in scores.items() if self.above(score, threshold)]
+        return {place: best[place] for place in sure or self.first(scores, least)}
+
+    def fill(self, new: Mapping[int, int]) -> None:
+        """Commits tokens at some places, in this order, but none after an EOS."""
+        for place, token in new.items():
+            if place < self.end:
+                self.text[place] = token
+
     def next_tokens(self, p: Float32[np.ndarray, "n V"]) -> list[int]:
         """The most probable tokens after the text, each read at the token before it, as `forward` gives them."""
         return [self.best(row, place) for place, row in enumerate(p[len(self.text) - 1 :], len(self.text))]
@@ -113,10 +125,13 @@ class ReferenceDecoder:
         accepted drafts.
         """
         accepted = next((i for i, draft in enumerate(drafts) if draft != best[i]), len(drafts))
-        for token in best[: accepted + 1]:
-            if not self.is_complete():
-                self.text[len(self.text)] = token
+        self.fill(dict(enumerate(best[: accepted + 1], len(self.text))))
         return accepted
+
+    @property
+    def end(self) -> int:
+        """Where the text ends: after the first EOS that was committed, else at its maximal length."""
+        return min((at + 1 for at in self.places if self.text.get(at) == self.ids.eos_id), default=self.request.length)
 
     @property
     def has_ended(self) -> bool:
@@ -125,23 +140,14 @@ class ReferenceDecoder:
 
     def is_complete(self) -> bool:
         """Whether every place, or every place before the first EOS, is filled."""
-        tokens = [self.text.get(place) for place in self.places]
-        end = tokens.index(self.ids.eos_id) if self.ids.eos_id in tokens else len(tokens)
-        return None not in tokens[:end]
+        return all(place in self.text for place in self.places if place < self.end)
 
-    def result(self, commits: list[tuple[int, int]] | None = None, rounds: int | None = None) -> dict:
-        """The expected output of the decoder.
-
-        `commits` are pairs (token, place) in order, by default what `text` holds; by default rounds are forwards.
-        """
-        if commits is None:
-            commits = [(token, place) for place, token in self.text.items() if place not in self.given]
-        text = self.given | {place: token for token, place in commits}
-        end = min((place for token, place in commits if token == self.ids.eos_id), default=math.inf)
-        answer = [place for place in sorted(text) if len(self.request.prompt) <= place <= end]
+    def result(self, rounds: int | None = None) -> dict:
+        """The expected output of the decoder; by default rounds are forwards."""
+        end, begin = self.end, len(self.request.prompt)
         return {
-            "tokens": [text[place] for place in answer],
-            "commit_order": [place for _, place in commits],
+            "tokens": [token for place, token in sorted(self.text.items()) if begin <= place < end],
+            "commit_order": [place for place in self.text if place not in self.given],
             "rounds": len(self.phases) if rounds is None else rounds,
             "forwards": len(self.phases),
             "phases": self.phases,

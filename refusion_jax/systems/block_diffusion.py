@@ -213,26 +213,19 @@ class BlockByBlock(Continuer):
 def reference(model: Transformer, request: Request, shift: int = 1) -> dict:
     """The decoder in plain Python: one request, no cache, greedy."""
     plain, s = ReferenceDecoder(model, request), request.settings
-    text, end, K = plain.text, request.length, s.block_size
-    start = (len(text) - shift) // K * K
-    while any(place not in text for place in range(end)):
-        tokens = [text.get(at, plain.ids.mask_id) if at < end else plain.ids.mask_id for at in range(start + K)]
+    mask_id, K = plain.ids.mask_id, s.block_size
+    start = (len(plain.text) - shift) // K * K
+    while not plain.is_complete():
+        tokens = [plain.text.get(at, mask_id) if at < plain.end else mask_id for at in range(start + K)]
         block = np.arange(start + K) // K
-        masks = [at for at in range(start, min(start + K, end)) if at not in text]
+        masks = [at for at in range(start, min(start + K, plain.end)) if at not in plain.text]
         p = plain.forward("reveal" if masks else "commit", tokens, [*range(start + K)], block[:, None] >= block[None])
         if masks:
             masks = [at for at in masks if (at - start) // s.sub_block == (masks[0] - start) // s.sub_block]
-            best = {at: plain.best(p[at - shift], at) for at in masks}
-            sure = {at: p[at - shift][best[at]] for at in masks}
-            revealed = [at for at in masks if plain.above(sure[at], s.threshold)] or plain.first(sure, 1)
+            plain.fill(plain.surest({at: p[at - shift] for at in masks}, s.threshold))
         else:
             start += K
-            revealed = [start] if shift else []
-            best = {at: plain.best(p[at - 1], at) for at in revealed}
-        for at in revealed:
-            if at < end:
-                text[at] = best[at]
-                end = at + 1 if best[at] == plain.ids.eos_id else end
+            plain.fill({start: plain.best(p[start - 1], start)} if shift else {})
     return plain.result()
 
 

@@ -168,21 +168,18 @@ class CausalBlocks(Continuer):
 def reference(model: Transformer, request: Request) -> dict:
     """The decoder in plain Python: one request, no cache, greedy."""
     plain, s = ReferenceDecoder(model, request), request.settings
-    start, end = len(plain.given), request.length
-    while start < end:
+    start = len(plain.given)
+    while start < plain.end:
         for left in reversed(range(s.passes)):
             p = plain.forward("reveal", plain.tokens(range(start + s.draft_length)))
-            masks = [place for place in range(start, min(start + s.draft_length, end)) if place not in plain.text]
-            best = {place: plain.best(p[place - 1], place) for place in masks}
-            sure = [place for place in masks if plain.above(p[place - 1][best[place]], s.threshold)]
-            for place in sure if sure and left else masks:
-                if place < end:
-                    plain.text[place] = best[place]
-                    end = place + 1 if best[place] == plain.ids.eos_id else end
-            if all(place in plain.text for place in range(start, min(start + s.draft_length, end))):
+            block = range(start, min(start + s.draft_length, plain.end))
+            best = {place: plain.best(p[place - 1], place) for place in block if place not in plain.text}
+            sure = {place: token for place, token in best.items() if plain.above(p[place - 1][token], s.threshold)}
+            plain.fill(sure if sure and left else best)
+            if all(place in plain.text for place in block if place < plain.end):
                 break
         start += s.draft_length
-        if start < end:
+        if start < plain.end:
             plain.phases.append("commit")
     return plain.result()
 

@@ -237,13 +237,8 @@ def reference(model: Transformer, request: Request) -> dict:
         p = plain.forward("blocks", plain.tokens(places), places, rank[:, None] >= rank)
         new, shares = {}, [share(block) for block in range(-1, opened)]
         for block in range(cached, opened):
-            masks = [place for place in blocks[block] if place not in plain.text]
-            best = {place: plain.best(p[place], place) for place in masks}
-            scores = {place: float(p[place][best[place]]) for place in masks}
-            chosen = [place for place in masks if plain.above(scores[place], s.threshold)]
-            if not chosen and shares[block] >= _FORCE_AT:
-                chosen = plain.first(scores, 1)
-            new |= {place: best[place] for place in chosen}
+            rows = {place: p[place] for place in blocks[block] if place not in plain.text}
+            new |= plain.surest(rows, s.threshold, least=int(shares[block] >= _FORCE_AT))
         while cached < opened and shares[cached + 1] == 1:
             cached += 1
         plain.text |= new

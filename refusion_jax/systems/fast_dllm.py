@@ -176,11 +176,8 @@ def reference(model: Transformer, request: Request) -> dict:
     whole = [*range(request.length)]
 
     def commit(p, block, fed, always=()):
-        masks = [place for place in block if place not in plain.text]
-        best = {place: plain.best(p[fed.index(place) - shift], place) for place in masks}
-        scores = {place: float(p[fed.index(place) - shift][best[place]]) for place in masks}
-        sure = [place for place in masks if plain.above(scores[place], s.threshold)]
-        plain.text |= {place: best[place] for place in sorted({*(sure or plain.first(scores, 1)), *always})}
+        rows = {place: p[fed.index(place) - shift] for place in block if place not in plain.text}
+        plain.text |= {place: plain.best(rows[place], place) for place in always} | plain.surest(rows, s.threshold)
 
     length = s.block_length or n
     for block in (plain.places[i : i + length] for i in range(0, n, length)):

@@ -122,17 +122,16 @@ def edit_reference(model: Transformer, request: Request) -> dict:
             tokens = [(plain.text | written).get(at, plain.ids.mask_id) for at in fed]
             p = plain.forward("block", tokens, fed, block[:, None] >= block[None])
             best = {at: plain.best(p[at], at) for at in places}
-            masks = {at: p[at][best[at]] for at in places if at not in written}
-            changes = [at for at, sure in masks.items() if plain.above(sure, s.threshold)] or plain.first(masks, 1)
-            if masks or post_steps < s.max_post_steps:
+            changes = plain.surest({at: p[at] for at in places if at not in written}, s.threshold)
+            has_masks = bool(changes)
+            if has_masks or post_steps < s.max_post_steps:
                 others = [at for at in written if best[at] != written[at]]
-                changes += [at for at in others if plain.above(p[at][best[at]], s.editing_threshold)]
-            written |= {at: best[at] for at in changes}
-            post_steps += not masks
-        for at in places:
-            plain.text[at] = written[at]
-            if plain.has_ended:
-                return plain.result()
+                changes |= {at: best[at] for at in others if plain.above(p[at][best[at]], s.editing_threshold)}
+            written |= changes
+            post_steps += not has_masks
+        plain.fill({at: written[at] for at in places})
+        if plain.has_ended:
+            break
     return plain.result()
 
 

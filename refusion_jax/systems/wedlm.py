@@ -164,21 +164,19 @@ def entropy(logits: Float32[Array, "B T V"]) -> Float32[Array, "B T"]:
 
 def reference(model: Transformer, request: Request) -> dict:
     """The decoder in plain Python: one request, no cache, greedy."""
-    plain, s, end = ReferenceDecoder(model, request), request.settings, request.length
-    while masks := [place for place in range(end) if place not in plain.text]:
+    plain, s = ReferenceDecoder(model, request), request.settings
+    while masks := [place for place in range(plain.end) if place not in plain.text]:
         first = masks[0]
         masks = [place for place in masks if place < first + min(s.window, len(plain.places))]
-        order = [*sorted(place for place in plain.text if place < end), *masks]
-        p = plain.forward("fill", plain.tokens(order), order)[-len(masks) :]
-        score = [
-            -float(np.sum(row[row > 0] * np.log(row[row > 0]))) + s.distance_penalty * (place - first)
-            for row, place in zip(p, masks, strict=True)
-        ]
-        filled = [i for i in range(len(masks)) if not plain.above(score[i], s.entropy_threshold)]
-        for i in filled or plain.first({i: -of_mask for i, of_mask in enumerate(score)}, 1):
-            if masks[i] < end:
-                plain.text[masks[i]] = plain.best(p[i], masks[i])
-                end = masks[i] + 1 if plain.text[masks[i]] == plain.ids.eos_id else end
+        order = [*sorted(place for place in plain.text if place < plain.end), *masks]
+        rows = dict(zip(masks, plain.forward("fill", plain.tokens(order), order)[-len(masks) :], strict=True))
+        score = {
+            place: -float(np.sum(row[row > 0] * np.log(row[row > 0]))) + s.distance_penalty * (place - first)
+            for place, row in rows.items()
+        }
+        filled = [place for place in masks if not plain.above(score[place], s.entropy_threshold)]
+        filled = filled or plain.first({place: -of_mask for place, of_mask in score.items()}, 1)
+        plain.fill({place: plain.best(rows[place], place) for place in filled})
     return plain.result()
 
 

@@ -5,9 +5,8 @@ tokens before it in its own forward. The jitted decoders in this folder compute 
 with a cache; tests compare them with these functions token by token.
 """
 
-import math
-
 import numpy as np
+from jaxtyping import Bool
 
 from refusion_jax.decoding.reference import ReferenceDecoder
 from refusion_jax.decoding.requests import Request
@@ -15,51 +14,44 @@ from refusion_jax.model.transformer import Transformer
 from refusion_jax.systems.refusion.canvas import ranks, slots_a_block, slots_of
 from refusion_jax.systems.refusion.settings import CONFIDENCE
 
-Fed = list[tuple[int, int]]  # (token, place in the text)
+Fed = dict[int, int]  # place in the text -> token, in the order in which they are fed
 
 
-class CommittedText:
+class CommittedText(ReferenceDecoder):
     """The committed tokens, and which of them each one attended to."""
 
     def __init__(self, model: Transformer, request: Request):
-        self.plain, self.tokens, self.places, self.seen = ReferenceDecoder(model, request), [], [], []
+        super().__init__(model, request)
         self.slots = slots_of(request)
-        self.commit([(token, place) for place, token in self.plain.given.items()])
-        self.given = len(self.tokens)
+        self.text, self.seen = {}, np.zeros((0, 0), bool)
+        self.commit(self.given)
 
-    @property
-    def commits(self) -> Fed:
-        """(token, place) of all that was decoded, in the order of commitment."""
-        return list(zip(self.tokens, self.places, strict=True))[self.given :]
+    def commit(self, fed: Fed, alone: bool = False) -> None:
+        """Commits tokens that were fed together; `alone` if slots did not see each other."""
+        self.seen = self.visible(fed, alone)
+        self.text |= fed
 
-    def commit(self, fed: Fed, alone: list | None = None) -> None:
-        """Commits tokens that were fed together; `alone` has the slot of each if slots did not see each other."""
-        before = len(self.tokens)
-        for i, (token, place) in enumerate(fed):
-            self.tokens.append(token)
-            self.places.append(place)
-            self.seen.append([*range(before), *(before + j for j in sees(i, alone))])
+    def visible(self, fed: Fed, alone: bool) -> Bool[np.ndarray, "n n"]:
+        """Which tokens (columns) each one (row) attends to; what is fed to all committed ones and those up to itself.
 
-    def probabilities(self, phase: str, fed: Fed, alone: list | None = None) -> dict[int, np.ndarray]:
-        """place -> [V] for every fed token, which attends to all committed tokens and to fed ones as `sees` tells."""
-        n = len(self.tokens)
-        visible = np.zeros((n + len(fed), n + len(fed)), bool)
-        for i in range(n):
-            visible[i, self.seen[i]] = True
-        for i in range(len(fed)):
-            visible[n + i, [*range(n), *(n + j for j in sees(i, alone))]] = True
-        tokens, places = zip(*fed, strict=True)
-        p = self.plain.forward(phase, [*self.tokens, *tokens], [*self.places, *places], visible)
-        return {place: p[n + i] for i, place in enumerate(places)}
+        If `alone`, to those of its own slot alone among the fed ones.
+        """
+        slot_of = {place: number for number, slot in enumerate(self.slots) for place in slot}
+        slot = [slot_of.get(place, -1) for place in fed]
+        sees = np.block([np.ones((len(fed), len(self.text)), bool), np.tri(len(fed), dtype=bool)])
+        if alone:
+            sees[:, len(self.text) :] &= np.equal.outer(slot, slot)
+        return np.vstack([np.pad(self.seen, ((0, 0), (0, len(fed)))), sees])
 
-    def best(self, p: dict[int, np.ndarray]) -> dict[int, int]:
+    def probabilities(self, phase: str, fed: Fed, alone: bool = False) -> dict[int, np.ndarray]:
+        """place -> [V] for every fed token; `alone` as for `visible`."""
+        text = self.text | fed
+        p = self.forward(phase, [*text.values()], [*text], self.visible(fed, alone))
+        return dict(zip(fed, p[len(self.text) :], strict=True))
+
+    def drafts(self, p: dict[int, np.ndarray]) -> dict[int, int]:
         """place -> the most probable token that may be chosen there."""
-        return {place: self.plain.best(row, place) for place, row in p.items()}
-
-
-def sees(i: int, alone: list | None) -> list[int]:
-    """Which of the tokens fed together the i-th attends to: all up to itself, or only those of its own slot."""
-    return [j for j in range(i + 1) if alone is None or alone[j] == alone[i]]
+        return {place: self.best(row, place) for place, row in p.items()}
 
 
 def plan_and_infill(model: Transformer, request: Request, plans_alone: bool = False) -> dict:
@@ -68,7 +60,6 @@ def plan_and_infill(model: Transformer, request: Request, plans_alone: bool = Fa
     With `plans_alone` the mask tokens of a plan attend to those of their own slot only.
     """
     text, s, rounds = CommittedText(model, request), request.settings, 0
-    mask, eos, above = text.plain.ids.mask_id, text.plain.ids.eos_id, text.plain.above
     infill = {"exact": infill_exactly, "threshold": infill_by_threshold}[s.infill]
     turn = dict(zip(text.slots, ranks(request), strict=True))
     per_block = slots_a_block(request)
@@ -78,22 +69,19 @@ def plan_and_infill(model: Transformer, request: Request, plans_alone: bool = Fa
             # Plan: mask tokens for all slots that remain. Slots are chosen by the confidence of their first token, or
             # as many of them in another order.
             rounds += 1
-            alone = [slot for slot in slots for _ in slot] if plans_alone else None
-            p = text.probabilities("plan", [(mask, place) for slot in slots for place in slot], alone)
-            draft = text.best(p)
-            sure = [p[slot[0]][draft[slot[0]]] for slot in slots]
-            chosen = [slot for slot, c in zip(slots, sure, strict=True) if above(c, s.slot_threshold)]
+            masks = dict.fromkeys((place for slot in slots for place in slot), text.ids.mask_id)
+            p = text.probabilities("plan", masks, plans_alone)
+            draft = text.drafts(p)
+            sure = text.surest({slot[0]: p[slot[0]] for slot in slots}, s.slot_threshold)
+            chosen = [slot for slot in slots if slot[0] in sure]
             if s.order != CONFIDENCE:
-                chosen = sorted(sorted(slots, key=turn.get)[: len(chosen) or 1], key=min)
-            elif not chosen:
-                chosen = [slots[i] for i in text.plain.first(dict(enumerate(sure)), 1)]
+                chosen = sorted(sorted(slots, key=turn.get)[: len(sure)], key=min)
             infill(text, chosen, draft, {place: p[place][token] for place, token in draft.items()})
 
-            end = min((at for token, at in text.commits if token == eos), default=math.inf)
-            slots = [slot for slot in slots if slot[0] not in text.places and slot[0] < end]
-        if eos in dict(text.commits):
+            slots = [slot for slot in slots if slot[0] not in text.text and slot[0] < text.end]
+        if text.has_ended:
             break
-    return text.plain.result(text.commits, rounds)
+    return text.result(rounds)
 
 
 def infill_exactly(text: CommittedText, chosen: list[range], draft: dict[int, int], chance: dict[int, float]) -> None:
@@ -108,16 +96,16 @@ def infill_exactly(text: CommittedText, chosen: list[range], draft: dict[int, in
       draft: place -> the plan's token; the first token of a slot is final.
       chance: place -> the probability of that token in the plan.
     """
-    blend, eos, now = text.plain.request.settings.infill_blend, text.plain.ids.eos_id, dict(draft)
+    blend, eos, now = text.request.settings.infill_blend, text.ids.eos_id, dict(draft)
     while chosen:
         places = [place for slot in chosen for place in slot]
-        p = text.probabilities("verify", [(now[place], place) for place in places])
+        p = text.probabilities("verify", {place: now[place] for place in places})
 
         def wanted(place, p=p):
             """The predicted next token, or the plan's if the mix of both distributions makes it more probable."""
-            following = text.plain.best(p[place - 1], place)
+            following = text.best(p[place - 1], place)
             plan = (1 - blend) * p[place - 1][draft[place]] + blend * chance[place]
-            is_better = following != draft[place] and text.plain.above(plan, (1 - blend) * p[place - 1][following])
+            is_better = following != draft[place] and text.above(plan, (1 - blend) * p[place - 1][following])
             return draft[place] if is_better else following
 
         right = {place: wanted(place) for slot in chosen for place in slot[1:]}
@@ -125,7 +113,7 @@ def infill_exactly(text: CommittedText, chosen: list[range], draft: dict[int, in
         ends = [i for i, place in enumerate(places[:final]) if now[place] == eos]
         whole = [slot for slot in chosen if places.index(slot[-1]) < final]
         count = ends[0] + 1 if ends else sum(map(len, whole))
-        text.commit([(now[place], place) for place in places[:count]])
+        text.commit({place: now[place] for place in places[:count]})
         chosen = [] if ends else chosen[len(whole) :]
         now |= right
 
@@ -137,42 +125,39 @@ def infill_by_threshold(
 
     Arguments are those of `infill_exactly`; `chance` is not used.
     """
-    s, above = text.plain.request.settings, text.plain.above
-    mask, eos = text.plain.ids.mask_id, text.plain.ids.eos_id
+    mask, eos, threshold = text.ids.mask_id, text.ids.eos_id, text.request.settings.token_threshold
 
     def accepted(p, slot, before):
         """Length of a slot's accepted prefix, at least `before + 1`."""
-        trusted = (i <= before or above(p[place - 1][draft[place]], s.token_threshold) for i, place in enumerate(slot))
+        trusted = (i <= before or text.above(p[place - 1][draft[place]], threshold) for i, place in enumerate(slot))
         return next((i for i, ok in enumerate(trusted) if not ok), len(slot))
 
     # Verify the drafts of all chosen slots together; commit the whole slots in the accepted prefix.
     places = [place for slot in chosen for place in slot]
-    p = text.probabilities("verify", [(draft[place], place) for place in places])
+    p = text.probabilities("verify", {place: draft[place] for place in places})
     runs = {slot: accepted(p, slot, 0) for slot in chosen}
     whole = next((i for i, slot in enumerate(chosen) if runs[slot] < len(slot)), len(chosen))
     prefix = sum(map(len, chosen[:whole]))
     partial = prefix + (runs[chosen[whole]] if whole < len(chosen) else 0)
     ends = [i for i in range(partial) if draft[places[i]] == eos]
     count = ends[0] + 1 if ends else prefix
-    text.commit([(draft[place], place) for place in places[:count]])
+    text.commit({place: draft[place] for place in places[:count]})
 
     # If there are none, infill, with each slot alone: draft the rest again and check it, until all are accepted.
     while not count:
-        alone = [slot for slot in chosen for _ in slot]
-        fed = [(draft[at] if i < runs[slot] else mask, at) for slot in chosen for i, at in enumerate(slot)]
-        proposed = text.probabilities("propose", fed, alone)
-        draft.update(text.best({at: row for at, row in proposed.items() if (mask, at) in fed}))
-        p = text.probabilities("check", [(draft[at], at) for slot in chosen for at in slot], alone)
+        fed = {at: draft[at] if i < runs[slot] else mask for slot in chosen for i, at in enumerate(slot)}
+        proposed = text.probabilities("propose", fed, alone=True)
+        draft |= text.drafts({at: row for at, row in proposed.items() if fed[at] == mask})
+        p = text.probabilities("check", {at: draft[at] for at in fed}, alone=True)
         runs = {slot: accepted(p, slot, runs[slot]) for slot in chosen}
         with_end = [slot for slot in chosen if eos in [draft[at] for at in slot[: runs[slot]]]]
         if with_end:
             chosen = [slot for slot in chosen if slot[0] <= with_end[0][0]]
             runs[with_end[0]] = len(with_end[0])
         if all(runs[slot] == len(slot) for slot in chosen):
-            fed = [(draft[at], at) for slot in chosen for at in slot]
-            count = next((i + 1 for i, (token, _) in enumerate(fed) if token == eos), len(fed))
-            alone = [slot for slot in chosen for _ in slot]
-            text.commit(fed[:count], alone)
+            places = [at for slot in chosen for at in slot]
+            count = next((i + 1 for i, at in enumerate(places) if draft[at] == eos), len(places))
+            text.commit({at: draft[at] for at in places[:count]}, alone=True)
 
 
 def one_by_one(model: Transformer, request: Request) -> dict:
@@ -181,14 +166,13 @@ def one_by_one(model: Transformer, request: Request) -> dict:
     for slot in text.slots:
         for place in slot:
             if place == slot[0]:
-                p = text.probabilities("first", [(text.plain.ids.mask_id, place)])
+                p = text.probabilities("first", {place: text.ids.mask_id})[place]
             else:  # the last committed token is fed again in place of its committed copy
-                last = text.tokens.pop(), text.places.pop()
-                text.seen.pop()
-                p = {place: text.probabilities("next", [last])[last[1]]}
-                text.commit([last])
-            token = text.best(p)[place]
-            text.commit([(token, place)])
-            if token == text.plain.ids.eos_id:
-                return text.plain.result(text.commits, len(text.plain.phases))
-    return text.plain.result(text.commits, len(text.plain.phases))
+                text.seen = text.seen[:-1, :-1]
+                last = dict([text.text.popitem()])
+                (p,) = text.probabilities("next", last).values()
+                text.commit(last)
+            text.commit({place: text.best(p, place)})
+            if text.has_ended:
+                return text.result()
+    return text.result()
