@@ -22,8 +22,8 @@ class Block:
 
     start: Int32[ArrayLike, "R N"]  # position of each slot's first token in the text
     size: Int32[ArrayLike, "R N"]  # its tokens: slot_size, or fewer in the last slot of a gap; 0 where there is no slot
-    ends_from: Int32[ArrayLike, "R N"]  # the first position of the text at which an EOS may be written
     rank: Int32[ArrayLike, "R N"]  # when a slot's turn is, see `ranks`
+    ends_from: Int32[ArrayLike, "R"]  # the first position of the text at which an EOS may be written
 
 
 @struct.dataclass
@@ -34,26 +34,25 @@ class Canvas(Block):
 
     @classmethod
     def of(cls, requests: Sequence[Request], most: int) -> "Canvas":
-        start, size, ends_from = np.zeros((3, len(requests), most), np.int32)
-        per_block = np.ones(len(requests), np.int32)
+        start, size = np.zeros((2, len(requests), most), np.int32)
         rank = np.full(start.shape, BY_CONFIDENCE, np.int32)
         for row, request in enumerate(requests):
             slots = slots_of(request)
-            n, ends_from[row] = len(slots), request.ends_from
+            n = len(slots)
             start[row, :n], size[row, :n] = [slot.start for slot in slots], [len(slot) for slot in slots]
-            rank[row, :n], per_block[row] = ranks(request), slots_a_block(request)
-        return cls(start, size, ends_from, rank, per_block)
+            rank[row, :n] = ranks(request)
+        of_rows = [(request.ends_from, slots_a_block(request)) for request in requests]
+        return cls(start, size, rank, *np.array(of_rows, np.int32).T)
 
     def block(self, index: Int32[Array, "B"], slots: int) -> Block:
         """The M = slots slots of serial block `index` of each row; empty after the last block."""
         slot, N = jnp.arange(slots)[None], self.size.shape[1]
         at = index[:, None] * self.per_block[:, None] + slot
         exists = (slot < self.per_block[:, None]) & (at < N)
-        start, size, ends_from, rank = (
-            jnp.take_along_axis(x, jnp.minimum(at, N - 1), axis=1)
-            for x in (self.start, self.size, self.ends_from, self.rank)
+        start, size, rank = (
+            jnp.take_along_axis(x, jnp.minimum(at, N - 1), axis=1) for x in (self.start, self.size, self.rank)
         )
-        return Block(start, jnp.where(exists, size, 0), ends_from, rank)
+        return Block(start, jnp.where(exists, size, 0), rank, self.ends_from)
 
 
 def slots_of(request: Request) -> list[range]:

@@ -90,7 +90,7 @@ def pack(parts: Sequence[Part], candidates: Int32[Array, "B M K"], width: int) -
     return Feed(
         tokens=pick(part.tokens for part in parts),
         positions=positions,
-        may_end=positions + is_draft >= pick(part.block.ends_from[:, :, None] for part in parts),
+        may_end=positions + is_draft >= parts[0].block.ends_from[:, None],
         candidate=pick([jnp.roll(candidates, -1, axis=2)] * len(parts)),
         is_draft=is_draft,
         is_drawn=jnp.array([part.is_drawn for part in parts])[source // (M * K)],
