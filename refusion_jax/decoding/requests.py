@@ -67,11 +67,6 @@ class Request:
         tokens = [token for _, some in given for token in some]
         return tokens, [place for places, _ in given for place in places]
 
-    @property
-    def given_length(self) -> int:
-        """How many tokens are given."""
-        return sum(len(places) for places, tokens in self.parts if tokens is not None)
-
     @functools.cached_property
     def gaps(self) -> list[tuple[int, int]]:
         """(first position, length) of each gap, in text order."""
@@ -163,7 +158,7 @@ def text_capacity(requests: Sequence[Request]) -> int:
 
 def prefill_chunk(requests: Sequence[Request]) -> int:
     """Given tokens per forward of the prefill."""
-    return min(_CHUNK, rounded_up(max(request.given_length for request in requests)))
+    return min(_CHUNK, rounded_up(max(len(request.given[0]) for request in requests)))
 
 
 def prepare(requests: Sequence[Sequence[int] | Request], settings: Settings, model: ModelConfig) -> list[Request]:

@@ -5,6 +5,7 @@ are in its state as `TracedSettings`. Axis: B rows.
 """
 
 import dataclasses
+import types
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Self
 
@@ -127,11 +128,8 @@ class Settings:
 
 
 @jax.tree_util.register_pytree_with_keys_class
-class TracedSettings:
+class TracedSettings(types.SimpleNamespace):
     """`Settings.traced` of each row, as attributes [B], so that changing them does not recompile."""
-
-    def __init__(self, **values: ArrayLike):
-        self.__dict__.update(values)
 
     @classmethod
     def of(cls, rows: Sequence[Settings]) -> Self:

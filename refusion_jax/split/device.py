@@ -125,7 +125,7 @@ def choose_flags(
     link = Link(frames.address_of(own.server), Path(own.key), stamp, 0, "exact", own.patience)
     server, network = choice.Machine(link.server.fixed, link.server.each), choice.measure_network(link.probe)
     link.close()
-    prompt = max(request.given_length for request in requests)
+    prompt = max(len(request.given[0]) for request in requests)
     wanted = choice.Wanted(own.device_memory * 2**30, own.latency, prompt, decoder.new_tokens, itemsize)
     setup = choice.Setup(config, choice.measure(config, own.dtype), server, network, wanted)
     _, chosen, binds = choice.choose(setup.candidates(type(decoder)), wanted)

@@ -164,7 +164,7 @@ class Pipeline(Decoder):
     def for_requests(cls, requests: Sequence[Request], model: ModelConfig) -> Self:
         own, N = requests[0].settings, most_new_tokens(requests)
         width = own.block_length * min(_IN_FLIGHT, -(-N // own.block_length))
-        chunk = rounded_up(max(request.given_length for request in requests))
+        chunk = rounded_up(max(len(request.given[0]) for request in requests))
         return cls.sized(requests, model, width=width, chunk=chunk, cache_length=text_capacity(requests) + width)
 
     def init(self, model: Transformer, layout: Layout, keys: Key[Array, "B"]) -> State:
