@@ -1,7 +1,7 @@
 """The static-shape key/value cache of a batch of rows.
 
 A forward pass writes the keys and values of its tokens right after the committed ones. To commit some of them is to
-advance a counter; to drop the others takes nothing, as the next forward overwrites them.
+advance a counter; to drop the others takes nothing, as the next forward pass overwrites them.
 
 Axes: B rows, L layers, C cache entries, T new tokens, K key/value heads, H head size, V vocabulary; G prefixes, N masks
 after each of them, W tokens and masks.
@@ -95,7 +95,7 @@ def tokens_at_once(chunk_length: int, block_size: int = 1) -> int:
 
 
 def prefill_but_last(model: Transformer, given: Given, chunk_length: int) -> tuple[Cache, Int32[Array, "B"]]:
-    """(cache of all given tokens but the last, the last): the first forward of the decoding loop takes the last."""
+    """(cache of all given tokens but the last, the last): the first pass of the decoding loop takes the last."""
     zeros = jnp.zeros_like(given.length)
     last = jnp.take_along_axis(given.tokens, given.length[:, None] - 1, axis=1)[:, 0]
     return commit(prefill(model, given, chunk_length), zeros - 1), last
@@ -108,7 +108,7 @@ def extend(
     positions: Int32[Array, "B T"],
     visible: Bool[Array, "#B T T"] | None = None,
 ) -> tuple[Float32[Array, "B T V"], Cache]:
-    """One forward of T new tokens of each row on top of the committed ones: (logits, the cache with their entries).
+    """A forward pass of T new tokens of each row on top of the committed ones: (logits, the cache with their entries).
 
     The new entries are written after the committed ones, but not committed.
 
@@ -153,7 +153,7 @@ def write(cache: Cache, new: KeyValues) -> Cache:
     )
 
     def put(entries, new):
-        # Else XLA lays out the cache as it does one new token per row, and a TPU copies all of it in every forward.
+        # Else XLA lays out the cache as it does one new token per row, and a TPU copies all of it in every pass.
         new = with_layout_constraint(new, Layout(tuple(range(new.ndim))))
         return jax.lax.scatter(
             entries, cache.length[:, None], new, windows, unique_indices=True, mode="promise_in_bounds"

@@ -3,11 +3,11 @@
 What is written is that of a plain loop. At each place the model's distribution of the next token is cut down to what
 the grammar allows, and the most probable token or a sample is taken. As `Decoder.next_token` says, the distribution is
 the last token's, or for the first token of a slot that of a mask at its place. The grammar runs on the host, between
-forwards. So that this costs no forward for each token, every forward verifies drafts: the only token that is allowed at
-a place, as in the keys of a JSON schema, or else what a mask has guessed for the place, if it is allowed. As the host
-knows the drafts, it knows what is allowed after each of them. The device accepts the drafts up to the first that is not
-the token that it takes itself, with the noise of the plain loop. With slots of four, one of which begins at place 12, a
-last token `x` at 9 and three drafts:
+forward passes. So that this costs no forward pass for each token, every forward pass verifies drafts: the only token
+that is allowed at a place, as in the keys of a JSON schema, or else what a mask has guessed for the place, if it is
+allowed. As the host knows the drafts, it knows what is allowed after each of them. The device accepts the drafts up to
+the first that is not the token that it takes itself, with the noise of the plain loop. With slots of four, one of which
+begins at place 12, a last token `x` at 9 and three drafts:
 
     places    9 10 11 12   12 13 14 15
     tokens    x  a  b  c    M  M  M  M
@@ -54,7 +54,7 @@ Matcher: TypeAlias = Any  # a grammar and the tokens that it has consumed: llgui
 
 @struct.dataclass
 class State(Continuation):
-    """The state of the decoding loop. The host replaces `drafts`, `drafted` and `allowed` before each forward."""
+    """The state of the decoding loop. The host replaces `drafts`, `drafted` and `allowed` before each forward pass."""
 
     last: Int32[Array, "B"]  # the last token, not in the cache yet
     drafts: Int32[Array, "B M"]  # of the tokens after it
@@ -104,7 +104,7 @@ class Constrained(Continuer):
         return State.start(layout, keys, self.width, cache=cache, last=last, **nothing)
 
     def step(self, model: Transformer, s: State) -> State:
-        """One forward, in which each row commits the accepted drafts and one more token."""
+        """One forward pass, in which each row commits the accepted drafts and one more token."""
         N, K, count, offset = self.reach, self.slot_size, s.record.count[:, None], jnp.arange(self.reach)[None]
         place = count + offset  # of the answer, as all places here
         fed, at = jnp.concatenate([s.last[:, None], s.drafts], axis=1), place - 1
@@ -145,7 +145,7 @@ def bits(words: Int32[Array, "B N U"], count: int) -> Bool[Array, "B N V"]:
 
 
 class ConstrainedBatch(RunningBatch):
-    """A batch whose rows have grammars; it runs one forward at a time, or none if `run` is given most=0."""
+    """A batch whose rows have grammars; it runs one forward pass at a time, or none if `run` is given most=0."""
 
     def __init__(self, model: Transformer, decoder: Constrained, like: Request, rows: int, *how: Any):
         super().__init__(model, decoder, like, rows, *how)
@@ -167,7 +167,7 @@ class ConstrainedBatch(RunningBatch):
         super().run(finished, min(most, 1))
 
     def look(self) -> Progress:
-        """Waits for the forward; then the grammars read what it has committed."""
+        """Waits for the forward pass; then the grammars read what it has committed."""
         progress, self._guesses = super().look(), np.array(fetch(self._state.guesses))
         for row, matcher in list(self._matchers.items()):
             new = progress.record.tokens[row, self._tokens[row] : progress.record.count[row]].tolist()

@@ -1,6 +1,6 @@
-"""What the queue asks for: a decoder, and the state that it carries from forward to forward.
+"""What the queue asks for: a decoder, and the state that it carries from pass to pass.
 
-Decoders that continue a prompt on a cache have a base class, `Continuer`, and add the width of their forwards and their
+Decoders that continue a prompt on a cache have a base class, `Continuer`, and add the width of their passes and their
 own `init` and `step`. Unless they say otherwise, they only append to what is given: they do not see text after a gap.
 
 Axes: R requests admitted at once, B rows of the batch, T tokens, C cache entries, V vocabulary.
@@ -68,18 +68,18 @@ class RowState:
 
     @property
     def rounds(self) -> Int32[Array, "B"]:
-        """Plans that were followed; for decoders that do not plan, forwards."""
+        """Plans that were followed; for decoders that do not plan, forward passes."""
         return self.forwards
 
     @property
     def forward_keys(self) -> Key[Array, "B"]:
-        """Keys of the next forward, for tokens that may be refused: places proposed again are then drawn anew."""
+        """Keys of the next forward pass, for tokens that may be refused: places proposed again are then drawn anew."""
         return jax.vmap(jax.random.fold_in)(self.keys, self.forwards)
 
     def propose(
         self, logits: Float32[Array, "B T V"], places: Int32[Array, "B T"], is_read: Bool[Array, "B T"], ids: TokenIds
     ) -> Proposal:
-        """A token for each place that is read, as the plan of this forward."""
+        """A token for each place that is read, as the plan of this forward pass."""
         real, choosable = mask_logits(logits, self.places.may_end(places), ids)
         proposal = Proposal(sample(choosable, is_read, self.forward_keys, places, self.settings), real, choosable)
         tell(proposal.token, places, is_read, proposal.probability)
@@ -89,7 +89,7 @@ class RowState:
     def start(cls, layout: Layout, keys: Key[Array, "B"], at_once: int, **own: Any) -> Self:
         """The initial state of some rows, with further fields of the subclass.
 
-        One forward commits `at_once` tokens of a row at most: the record needs room for that many extra entries.
+        One forward pass commits `at_once` tokens of a row at most: the record needs room for that many extra entries.
         """
         zeros, room = jnp.zeros_like(layout.given.length), layout.places.position.shape[1] + at_once
         record = Record.empty(len(zeros), room)
@@ -168,7 +168,7 @@ class Decoder(abc.ABC):
 
     @abc.abstractmethod
     def step(self, model: Transformer, state: RowState) -> RowState:
-        """One forward of the whole batch, and each row's next state. Finished rows must not change."""
+        """One forward pass of the whole batch, and each row's next state. Finished rows must not change."""
 
     def next_state(self, model: Transformer, state: RowState) -> RowState:
         """The state of `step`; UserError where that is no state like the one before."""
@@ -208,7 +208,7 @@ class Continuation(RowState):
     ) -> tuple["Continuation", Int32[Array, "B"]]:
         """Commits the first `count` of these tokens, up to an EOS and the last place: (the next state, their number).
 
-        As many entries of the cache, which the forward has written, are committed.
+        As many entries of the cache, which the forward pass has written, are committed.
         """
         count = jnp.where(self.active, jnp.minimum(count, self.places.count - self.record.count), 0)
         ends = (tokens == eos_id) & (jnp.arange(tokens.shape[1])[None] < count[:, None])

@@ -30,7 +30,7 @@ def admissions(rows: int, mesh: Mesh) -> list[int]:
 
 def bytes_needed(model: Transformer, mesh: Mesh, rows: int, decoder: Decoder, kept: int = 0) -> int:
     """Bytes on each device besides the weights: the caches of the batch and of the rows that are prefilled at once, and
-    the temporaries of the widest forward or of the prefill.
+    the temporaries of the widest forward pass or of the prefill.
 
     Rows are split over the batch axes of the mesh, heads and vocabulary over its tensor axis. Tokens of what prompts
     begin with are `kept` for others. Of the model only shape and dtypes are used.

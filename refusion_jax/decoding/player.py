@@ -20,15 +20,15 @@ REFUSED, VERIFIED, REPAIRED, WAITING = range(4)  # what becomes of a draft; one 
 class Scene:
     """A decoding as the page takes it. Cells are places in text order, words are counted in `words`.
 
-    Raises ValueError for one from a file that is no decoding: forwards, cells, words or outcomes are not in it.
+    Raises ValueError for one from a file that is no decoding: forward passes, cells, words or outcomes are not in it.
     """
 
     system: str
     prompt: str
     groups: list[list[tuple[str, int, int]]]  # text, number in the order of commitment or -1, whether after the end
-    counts: list[int]  # committed tokens after 0, 1, 2 .. forwards
+    counts: list[int]  # committed tokens after 0, 1, 2 .. forward passes
     words: list[str]
-    drafts: list[list[tuple[int, int, int]]]  # of forwards 1, 2 .. : cell, word, outcome
+    drafts: list[list[tuple[int, int, int]]]  # of forward passes 1, 2 .. : cell, word, outcome
     plans: list[list[tuple[int, int, int]]]  # cell, word, probability in %
 
     def __post_init__(self):
@@ -52,7 +52,7 @@ class Decodings:
         self.scenes: dict[int, Scene] = {}
 
     def record(self, index: int, trajectory: Trajectory) -> None:
-        """Takes what `stream` tells it every few forwards."""
+        """Takes what `stream` tells it every few forward passes."""
         self._parts[index].append(trajectory)
 
     def add(self, index: int, request: Request, answer: Answer, kept: int | None = None) -> None:
@@ -107,7 +107,7 @@ class Decodings:
 
 
 def outcome(at: int, draft: int, known: Mapping[int, int], after: Forward) -> int:
-    """The outcome of a draft fed at a place, by the text that is known after the forward and the forward after it."""
+    """The outcome of a draft fed at a place, by the text that is known after this pass and by the next one."""
     if at in known:
         return VERIFIED if known[at] == draft else REPAIRED
     return WAITING if after.drafts.get(at) == draft else REFUSED

@@ -1,9 +1,9 @@
 """Continuous batching: requests of a queue in the rows of a batch, which are decoded together and read by the host.
 
-The device runs forwards in a loop until enough rows have finished, and only then synchronizes with the host; where the
-caller may stop answers early, also every few forwards. Three programs are compiled: `_admit` prefills a few requests
-and puts them into free rows, `_run` decodes until enough rows are finished or so many forwards are done, and `_release`
-frees rows whose answers the caller has stopped.
+The device runs forward passes in a loop until enough rows have finished, and only then synchronizes with the host;
+where the caller may stop answers early, also every few forward passes. Three programs are compiled: `_admit` prefills a
+few requests and puts them into free rows, `_run` decodes until enough rows are finished or so many forward passes are
+done, and `_release` frees rows whose answers the caller has stopped.
 
 Axes: B rows of the batch, R rows admitted at once, C cache entries.
 """
@@ -33,10 +33,10 @@ from refusion_jax.distributed.sharding import constrain, make_mesh, shard_count
 from refusion_jax.model.key_values import KeyValues
 from refusion_jax.model.transformer import Transformer
 
-UNTIL_DONE = np.iinfo(np.int32).max  # forwards of a run that ends with its rows alone
-LOOK = 16  # forwards between two checks of whether the caller stops answers
-_MOST = 64  # forwards of a run, after which the host can be interrupted, and sees a decoder that does not end
-_IDLE = 4096  # forwards without a token that no decoder needs
+UNTIL_DONE = np.iinfo(np.int32).max  # forward passes of a run that ends with its rows alone
+LOOK = 16  # forward passes between two checks of whether the caller stops answers
+_MOST = 64  # forward passes of a run, after which the host can be interrupted, and sees a decoder that does not end
+_IDLE = 4096  # forward passes without a token that no decoder needs
 _KEPT = 4  # beginnings of prompts are kept for others in as much memory as a quarter of the rows
 
 
@@ -53,7 +53,7 @@ def stream(
     """Decodes a queue of requests and yields (index of the request, its answer) as answers finish.
 
     The longest texts are decoded first, since a long one at the end would run while the other rows are idle. An answer
-    does not depend on the other requests, except that one stopped by `watch` may be a few forwards longer.
+    does not depend on the other requests, except that one stopped by `watch` may be a few forward passes longer.
 
     Args:
       model: from `load_model`. The batch is split over the mesh of its weights; all hosts of that mesh must call this
@@ -62,9 +62,9 @@ def stream(
       requests: from `prepare`, at least one.
       batch_size: the largest B.
       watch: (index, answer so far, with the tokens before its first gap) -> whether to stop this answer. Called every
-        few forwards; the device then waits for the host.
-      every: so many forwards; with 1 it is also called after an admission.
-      record: told (index, what the next forwards did), every few forwards; what is not asked for costs nothing.
+        few forward passes; the device then waits for the host.
+      every: so many forward passes; with 1 it is also called after an admission.
+      record: told (index, what the next passes did), every few forward passes; what is not asked for costs nothing.
       batch_type: a subclass of RunningBatch, where the decoder needs one.
 
     Raises:
@@ -116,7 +116,7 @@ def stream(
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class StaticArguments:
-    """What is compiled in, compared by identity: hashing the structure of a model takes longer than a small forward."""
+    """What is compiled in, compared by identity: hashing the structure of a model takes longer than a small pass."""
 
     graphdef: nnx.GraphDef
     decoder: Decoder
@@ -170,13 +170,13 @@ class RunningBatch:
           counts_drafts: whether `Progress` has drafts.
         """
         graphdef, params = nnx.split(model)
-        self._params = nnx.to_pure_dict(params)  # flattened in C++, where a State takes as long as a small forward
+        self._params = nnx.to_pure_dict(params)  # flattened in C++, where a State takes as long as a small forward pass
         self._compiled, self._mesh, self._decoder = static_arguments(graphdef, decoder), mesh_of(model), decoder
         self.rows, self._sizes = rows, admissions(rows, self._mesh)
         self.free = list(range(rows))
         self._trajectory: Trajectory | None = None
         self._counts_drafts, self._drafts = counts_drafts, None
-        self.recorded = 0  # forwards of a run, at most, whose trajectory is recorded; 0: none is
+        self.recorded = 0  # forward passes of a run, at most, whose trajectory is recorded; 0: none is
         self.failed: dict[int, UserError] = {}  # why the answer in a row cannot go on
         self._prefixes = prefixes.Prefixes(blocks if decoder.copies_prefix else 0, decoder.prefix_block)
         self.known = np.zeros(rows, np.int32)  # given tokens of the request in each row that were not computed again
@@ -219,7 +219,7 @@ class RunningBatch:
             self._state, self._store = _admit(self._compiled, self._params, self._state, self._store, new)
 
     def run(self, finished: int, most: int = UNTIL_DONE) -> None:
-        """Starts to decode, until so many rows are finished, free ones included, or `most` forwards are done."""
+        """Starts to decode, until so many rows are finished, free ones included, or `most` forward passes are done."""
         with jax.set_mesh(self._mesh):
             most = min(most, self.recorded or most)
             how = finished, most, self.recorded, self._counts_drafts
@@ -298,7 +298,7 @@ def _admit(
 def _run(
     compiled: StaticArguments, params, state: RowState, wanted, most, recorded: int = 0, counts_drafts: bool = False
 ) -> tuple[RowState, Trajectory | None, jax.Array | None]:
-    """Decodes until `wanted` rows are finished, for at most `most` forwards: (next state, what was recorded, drafts).
+    """Decodes until `wanted` rows are finished, for at most `most` passes: (next state, what was recorded, drafts).
 
     `recorded` is the most forwards that are recorded; the drafts are `count_drafts` of all forwards together, [B, 2].
     """

@@ -1,8 +1,8 @@
 """Base class of the reference implementations of decoders.
 
-A reference follows its paper in plain Python, for one request at a time and without a cache: every forward runs over
-all tokens again, with an attention mask that repeats what each token attended to when it was committed. Tests compare
-the jitted decoders with these references token by token.
+A reference follows its paper in plain Python, for one request at a time and without a cache: every forward pass runs
+over all tokens again, with an attention mask that repeats what each token attended to when it was committed. Tests
+compare the jitted decoders with these references token by token.
 
 Axes: n tokens of a forward pass, V vocabulary.
 """
@@ -28,9 +28,9 @@ class ReferenceDecoder:
     """One request and the model that decodes it.
 
     `keeps_cache` tells whether the decoder has a cache, to which the setting `cache` applies. `phases` lists the names
-    of the forwards so far. `margin` is the smallest margin of all decisions so far: where it is as small as float32
-    noise, a batched decoder may decide differently. `text` holds tokens by their places in the text: those that are
-    given, then those that a decoder adds, in the order of commitment.
+    of the forward passes so far. `margin` is the smallest margin of all decisions so far: where it is as small as
+    float32 noise, a batched decoder may decide differently. `text` holds tokens by their places in the text: those that
+    are given, then those that a decoder adds, in the order of commitment.
     """
 
     def __init__(self, model: Transformer, request: Request, keeps_cache: bool = True):
@@ -50,7 +50,7 @@ class ReferenceDecoder:
         places: list[int] | None = None,
         visible: Bool[np.ndarray, "n n"] | None = None,
     ) -> Float32[np.ndarray, "n V"]:
-        """Runs one forward, under the name of its phase, and gives the probabilities at every token.
+        """Runs one forward pass, under the name of its phase, and gives the probabilities at every token.
 
         The places in the text are by default 0, 1, ...; each token (row) attends to the visible ones (columns), by
         default itself and those before it.

@@ -40,7 +40,7 @@ class Request:
     template: tuple[Sequence[int] | int, ...] = ()
     settings: Settings | None = None  # where they differ from those of the call; batch_size and cache_length never do
     noise: int | None = None  # below 2^32; sampling noise is a function of (settings.seed, this number, position,
-    # forward). By default 0 for a request with settings of its own, else its number in the call
+    # forward pass). By default 0 for a request with settings of its own, else its number in the call
     name: str = ""  # in error messages
     grammar: Any = None  # that the answer follows, a `constrained.Matcher` that has consumed nothing
     least: int = 0  # tokens that the answer has before an EOS; without a grammar
@@ -237,7 +237,7 @@ class Answer:
     commit_order: list[int]  # positions of all decoded tokens, in the order of commitment
     commit_tokens: list[int]  # the tokens at these positions, including any after the first EOS
     forwards: int  # of the decoding loop; the prefill is not counted
-    rounds: int  # plans that were followed; for decoders that do not plan, forwards
+    rounds: int  # plans that were followed; for decoders that do not plan, forward passes
     finish_reason: str  # "eos", "length", or "stop" where the caller has stopped it
 
 

@@ -1,9 +1,9 @@
-"""What each forward of a decoding plans and verifies: recorded on the device, where the caller asks for it.
+"""What each forward pass of a decoding plans and verifies: recorded on the device, where the caller asks for it.
 
 A decoder says it by `tell` in its `step`, whatever it is. That is collected while the step is traced inside `collect`,
 and does nothing elsewhere: a program that records nothing is the same as if it were not there.
 
-Axes: L forwards, B rows, T places.
+Axes: L forward passes, B rows, T places.
 """
 
 import contextlib
@@ -29,12 +29,12 @@ class Told(NamedTuple):
 
 @struct.dataclass
 class Trajectory:
-    """Some forwards, in order; on the host that of one row has no axis B.
+    """Some forward passes, in order; on the host that of one row has no axis B.
 
     All numbers are in one array, so that a forward pass writes once and the host fetches once.
     """
 
-    # N numbers: of the forward, from 1 (0: nothing was decoded); of the tokens committed before it; the tokens and
+    # N numbers: of the forward pass, from 1 (0: nothing was decoded); of the tokens committed before it; the tokens and
     # places of its drafts; tokens, places and probabilities of its plan, the latter as their bits.
     entries: Int32[ArrayLike, "*L B N"]
     drafts: int = struct.field(pytree_node=False)
@@ -82,7 +82,7 @@ def tell(
 
 @dataclasses.dataclass(frozen=True)
 class Forward:
-    """One forward of a row, on the host."""
+    """One forward pass of a row, on the host."""
 
     committed: int = 0  # tokens, before it
     drafts: dict[int, int] = dataclasses.field(default_factory=dict)  # place -> token that it fed

@@ -1,7 +1,7 @@
 """Likelihood of texts, many texts per forward.
 
-The system defines the forward by which a text is scored (`systems.interface.ScoredTokens`). These are packed into rows
-here, run, and summed for each text. The likelihood of a text does not depend on the other texts.
+The system defines the forward pass by which a text is scored (`systems.interface.ScoredTokens`). These are packed into
+rows here, run, and summed for each text. The likelihood of a text does not depend on the other texts.
 
 Axes: B rows of a forward pass, T tokens of a row, V vocabulary.
 """

@@ -20,7 +20,7 @@ _FEWEST = 8  # tokens; on CPU the int8 product of one token is a loop, ten times
 
 
 def rounded_head(head: Float[Array, "V D"] | Int8Array) -> Int8Array:
-    """The head in int8, with a scale for every row; computed once for many forwards."""
+    """The head in int8, with a scale for every row; computed once for many forward passes."""
     rounded = head if is_int8(head) else Int8Array.of(head, [1])
     return jax.tree.map(lambda x: sharding.constrain(x, "vocab", None), rounded)
 

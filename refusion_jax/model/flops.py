@@ -7,11 +7,11 @@ from refusion_jax.model.shape import ModelConfig
 
 
 def train_flops_per_token(c: ModelConfig, keys_seen: float) -> float:
-    """FLOPs of forward and backward for one token: 3 x those of the forward, without recomputation (remat).
+    """FLOPs of forward and backward for one token: 3 x those of the forward pass, without recomputation (remat).
 
-    The forward has 2 for every weight in a matrix product (not the embedding look-up; of experts, those of the token),
-    and for attention 2 N H (scores) + 2 N H (values) for every key seen by a query; with causal attention these are
-    (T + 1) / 2 on average (`Pattern.keys_seen`).
+    The forward pass has 2 for every weight in a matrix product (not the embedding look-up; of experts, those of the
+    token), and for attention 2 N H (scores) + 2 N H (values) for every key seen by a query; with causal attention these
+    are (T + 1) / 2 on average (`Pattern.keys_seen`).
     """
     attention = 4 * c.num_hidden_layers * c.num_attention_heads * c.head_dim * keys_seen
     return 3.0 * (2 * weights_in_layers(c, c.num_experts_per_tok) + attention + 2 * c.hidden_size * c.vocab_size)

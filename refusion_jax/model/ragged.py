@@ -1,4 +1,4 @@
-"""Packs rows of different lengths for one forward, so that padding is not computed.
+"""Packs rows of different lengths for one forward pass, so that padding is not computed.
 
 A batch whose rows have 5, 90 and 20 tokens of at most 128 needs 115 tokens in every matrix product, not 384. The tokens
 of each row are cut into tiles, and the tiles of all rows are packed. A tile attends to the keys of its own row, so that

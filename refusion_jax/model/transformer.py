@@ -3,7 +3,7 @@
 RMSNorm, grouped-query attention, RoPE (half-split rotation), SwiGLU, or a mixture of them (experts.py). Where the norms
 stand, and which biases there are, is that of a family (families.py). The layers are those of stack.py.
 
-Axes: B rows, T tokens of this forward, S keys it sees, L layers, D hidden size, N query heads, K key/value heads,
+Axes: B rows, T tokens of this forward pass, S keys it sees, L layers, D hidden size, N query heads, K key/value heads,
 H head size, V vocabulary.
 """
 
@@ -54,7 +54,7 @@ class Transformer(nnx.Module):
     ):
         self.config, self.dtype, self.remat, self.backend = config, jnp.dtype(dtype), remat, backend
         self.quantization = quantization
-        self.cache_dtype = self.dtype  # of keys and values between forwards; int8: see `rounded`
+        self.cache_dtype = self.dtype  # of keys and values between forward passes; int8: see `rounded`
         V, D = config.vocab_size, config.hidden_size
         self.embed_tokens = weight(rngs, (V, D), ("vocab", "embed"), D**-0.5, ("embed",))
         dense = config.first_k_dense_replace
@@ -105,7 +105,7 @@ class Transformer(nnx.Module):
         """What the output head reads of new tokens on top of cached ones, and the new tokens' own keys and values.
 
         The cache is only read: the caller decides which of the new keys and values to keep. Of a cache in int8 the new
-        ones are rounded before any token sees them: what is seen does not depend on how tokens fall into forwards.
+        ones are rounded before any token sees them: what is seen does not depend on how tokens fall into passes.
 
         Every new token sees the leading `length` of the S entries of its row, [L, B, K, S, H], and those new ones that
         `visible` says. `ragged`, the new tokens that count, leaves the others out; what is returned is packed then.

@@ -99,8 +99,8 @@ def plan_decode(
 ) -> dict:
     """Compiles decoding; raises as `plan_train`.
 
-    Costs are of the prefill and one forward, as the number of forwards depends on the data, and of this forward alone;
-    both for a full cache.
+    Costs are of the prefill and one forward pass, as the number of forward passes depends on the data, and of this
+    forward pass alone; both for a full cache.
     """
     arguments = (config.to_json(), topology, slices, settings)
     compiled = compile_program(programs.lower_decode, arguments, memory_only, until)
@@ -126,7 +126,7 @@ def plan_decode(
 def decoding_loop(module: hlo.Module) -> str:
     """The body of the loop that decodes: the last one whose end the data decides; the one before it is the prefill's.
 
-    Its costs are those of one forward, of the most expensive shape that is compiled.
+    Its costs are those of one forward pass, of the most expensive shape that is compiled.
     """
     entry = module.computations[module.entry]
     loops = [i for i in entry.instructions.values() if i.opcode == "while"]

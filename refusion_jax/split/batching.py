@@ -1,7 +1,7 @@
-"""One thread computes the forwards of all devices.
+"""One thread computes the forward passes of all devices.
 
-Forwards that wait at the same time, in the same packing and with caches of the same size, run as one batch: the weights
-are read once. Nothing waits for others to come.
+Forward passes that wait at the same time, in the same packing and with caches of the same size, run as one batch: the
+weights are read once. Nothing waits for others to come.
 """
 
 import contextlib
@@ -21,7 +21,7 @@ _MOST_TOGETHER = 8  # a power of two
 
 @dataclasses.dataclass(frozen=True, eq=False)  # equal to itself alone: its fields are arrays
 class ForwardJob:
-    """A forward of one device."""
+    """A forward pass of one device."""
 
     upper: Upper
     packing: Packing

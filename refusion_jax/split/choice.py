@@ -11,8 +11,8 @@ A forward pass over T tokens takes
 
 with N of L layers on the device, f and e the seconds of a layer, whatever it is fed and for each token, and h those of
 the output head, which are to e_d as its weights to a layer's. The device has it: for a vocabulary of 151,936 and 1,024
-values a token, logits would be 148 times the bytes of hidden states. An answer takes its forwards, and the bytes of its
-prompt.
+values a token, logits would be 148 times the bytes of hidden states. An answer takes its forward passes, and the bytes
+of its prompt.
 """
 
 import dataclasses
@@ -37,9 +37,9 @@ from refusion_jax.split.parts import abstract_part
 
 BITS = {"int8": 8.25, "int4": 4.5}  # of a weight with its part of a scale
 PRECISIONS = ("same", *BITS)
-_FRAME = 100  # bytes of a frame besides its tokens: numbers of the forward, TLS, TCP
+_FRAME = 100  # bytes of a frame besides its tokens: numbers of the forward pass, TLS, TCP
 _PLACE = 4  # bytes of a token's position
-_MEASURED, _REPEATS = (1, 16), 5  # tokens of the forwards that `measure` runs, and how often
+_MEASURED, _REPEATS = (1, 16), 5  # tokens of the forward passes that `measure` runs, and how often
 
 
 @dataclasses.dataclass(frozen=True)

@@ -63,7 +63,7 @@ class Start:
 
 @dataclass(frozen=True, config=_TYPES)
 class Admit:
-    """The forwards that follow fill the caches of new rows."""
+    """The forward passes that follow fill the caches of new rows."""
 
     number: Number
     rows: Size
@@ -71,7 +71,7 @@ class Admit:
 
 @dataclass(frozen=True, config=_TYPES)
 class Place:
-    """The new rows take these places in the batch; the forwards that follow are of the batch."""
+    """The new rows take these places in the batch; the forward passes that follow are of the batch."""
 
     number: Number
     rows: bytes  # int32; those past its end are dropped
@@ -79,12 +79,12 @@ class Place:
 
 @dataclass(frozen=True, config=_TYPES)
 class Forward:
-    """Hidden states of the tokens of one forward, row by row."""
+    """Hidden states of the tokens of one forward pass, row by row."""
 
     number: Number
     wanted: bool  # whether the device waits for a result
     width: Size  # tokens of a row, at most
-    shards: Size  # these three: how the forward is packed, see model/ragged.py
+    shards: Size  # these three: how the forward pass is packed, see model/ragged.py
     tile: Size
     tiles: Size
     fed: bytes  # int32 of each row: tokens that follow

@@ -72,7 +72,7 @@ class Link:
         self._connection.close()
 
     def check(self) -> None:
-        """Raises what went wrong since the last call: the forwards since then mean nothing."""
+        """Raises what went wrong since the last call: the forward passes since then mean nothing."""
         if self.failure:
             raise self.failure
 
@@ -81,7 +81,7 @@ class Link:
         self._attempt(self._tell, frames.Start(0, rows, capacity))
 
     def admit(self, given: np.ndarray) -> None:
-        """The forwards that follow fill new rows of so many given tokens, [R]; 0: a row that will be dropped."""
+        """The forward passes that follow fill new rows of so many given tokens, [R]; 0: a row that will be dropped."""
         self._given = given
         self._attempt(self._tell, frames.Admit(0, len(given)))
 
@@ -96,7 +96,7 @@ class Link:
         return np.int32(0)
 
     def receive(self, shape: jax.ShapeDtypeStruct, packing: Packing, sent: np.ndarray) -> np.ndarray:
-        """What the output head reads of the last forward, packed as x was; zeros once something went wrong."""
+        """What the output head reads of the last forward pass, packed as x was; zeros once something went wrong."""
         out = self._attempt(self._fetch, shape, packing)
         return np.zeros(shape.shape, shape.dtype) if out is None else out
 
@@ -137,7 +137,7 @@ class Link:
         return out
 
     def _flush(self, is_wanted: bool = False) -> int | None:
-        """Sends the forward that waits, if there is one: its number."""
+        """Sends the forward pass that waits, if there is one: its number."""
         if self._waiting is None:
             return None
         (packing, x, positions, length, visible, index, fed), self._waiting = self._waiting, None

@@ -2,10 +2,10 @@
 
 Each part keeps the keys and values of its own layers. A forward pass writes those of its tokens after the committed
 ones, and to commit is to advance a counter (decoding/cache.py): so the server writes all it is given after the entries
-that the next forward says are committed, and needs to be told nothing else.
+that the next forward pass says are committed, and needs to be told nothing else.
 
-Axes: B rows, T tokens of this forward, C cache entries, L layers of a part, D hidden size, K key/value heads, H head
-size.
+Axes: B rows, T tokens of this forward pass, C cache entries, L layers of a part, D hidden size, K key/value heads, H
+head size.
 """
 
 import functools
@@ -101,7 +101,7 @@ class SplitBatch(RunningBatch):
 
 
 class Upper:
-    """The server's part of a model: runs forwards of several batches at once."""
+    """The server's part of a model: runs forward passes of several batches at once."""
 
     def __init__(self, part: Transformer):
         self.hidden_size, self.dtype = part.config.hidden_size, part.dtype

@@ -32,7 +32,7 @@ class DeviceSession:
     batches: Batches
     reserve: Callable[["DeviceSession", int], None]  # takes so many bytes for caches, or refuses them
     last: int = 0  # number of the last message that was dealt with
-    result: frames.Result | None = None  # of the last forward whose result was wanted
+    result: frames.Result | None = None  # of the last forward pass whose result was wanted
     batch: KeyValues | None = None
     new: KeyValues | None = None  # caches of rows that are being filled
     rows: int = 0

@@ -1,8 +1,8 @@
 """APD (Israel et al., arXiv 2506.00413): a masked diffusion model drafts, a small left-to-right model verifies.
 
-Decoding: the next `lookahead` places are masks, and one forward of the model drafts a token for each, independently of
+Decoding: the next `lookahead` places are masks, and one pass of the model drafts a token for each, independently of
 the others. The verifier, a model of the system `ar` with the same tokenizer (`--decode.verifier=RUN`), reads these
-drafts in one forward after the text. Target and draft of a place are sampled with the same noise (none if greedy):
+drafts in one forward pass after the text. Target and draft of a place are sampled with the same noise (none if greedy):
 
     target = softmax(R l_D + (1 - R) l_AR)        R = `drafter_weight`, l_D of the model, l_AR of the verifier
 
@@ -18,7 +18,7 @@ tokens and three places:
 From the authors' code (github.com/danielmisrael/apd): target, prefix, first token, no mask after the last place ahead.
 From a description of the paper, which we have not read: the same noise, R = 0.6, 200 places. (Their code takes the most
 probable token of the target whatever the temperature; their demonstration has R = 0.7 and 100 places.) Left out: their
-window of the model's own keys and values, which is an approximation; here every forward of the model runs over the
+window of the model's own keys and values, which is an approximation; here every forward pass of the model runs over the
 whole text, and only the verifier has a cache, which is exact. `forwards` counts those of the model, each of which comes
 with one of the verifier. Our choices: drafts after the first EOS are not committed; mask and padding are never chosen.
 
@@ -85,7 +85,7 @@ class DraftAndAgree(Continuer):
         return super().scored(model, rows) * self.lookahead // self.new_tokens
 
     def step(self, model: Transformer, s: FilledText) -> FilledText:
-        """One forward of the model over the text and the masks ahead, and one of the verifier over the drafts."""
+        """One forward pass of the model over the text and the masks ahead, and one of the verifier over the drafts."""
         K, first = self.lookahead, s.places.position[:, 0] + s.record.count
         at = first[:, None] + jnp.arange(K)[None]  # [B, K]
         is_mask = at < s.length[:, None]

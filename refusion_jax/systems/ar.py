@@ -96,7 +96,7 @@ class Speculative(LeftToRight):
     def verify(
         self, model: Transformer, s: Continuation, last: Array, drafts: Array, drafted: Array, q: Array
     ) -> tuple[Continuation, Array, Array]:
-        """One forward, which commits accepted drafts and one more token: (the next state, [B, N] tokens, their number).
+        """Commits accepted drafts and one more token by a forward pass: (the next state, [B, N] tokens, their number).
 
         `last` is the last token, which is not in the cache yet; the others are as for `sampling.verify`.
         """
@@ -126,7 +126,7 @@ def reference(model: Transformer, request: Request) -> dict:
 
 
 def scoring_forward(text: ScoredText) -> ScoredTokens:
-    """The forward that scores a text: each token is predicted from the one before it; UserError for an empty prompt."""
+    """The pass that scores a text: each token is predicted from the one before it; UserError for an empty prompt."""
     if not len(text.prompt):
         raise UserError(f"{text.name}: a left-to-right model needs at least one token of prompt before what it scores")
     tokens = np.concatenate([text.prompt, text.continuation])

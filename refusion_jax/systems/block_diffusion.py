@@ -22,7 +22,7 @@ tokens of both copies. Example: a b c d in blocks of two, with b and c masked in
     labels    b c . . . . d . . . . .          (and a at the token before it, if there is one)
 
 Decoding, block by block: a forward pass over the block reveals all tokens with p > `threshold`, and at least the most
-probable one, in the first sub-block that has masks. When no mask is left, one more forward over the finished block
+probable one, in the first sub-block that has masks. When no mask is left, one more forward pass over the finished block
 commits its keys and values, and its last token predicts the first token of the next block.
 
 Decoding gives the tokens of the code that the authors released (tests/test_releases.py), except after prompts of just
@@ -184,14 +184,14 @@ class BlockByBlock(Continuer):
         return FilledText.start_text(layout, keys, K, self.ids.mask_id, cache=cache)
 
     def look(self, model: Transformer, s: FilledText) -> tuple[Array, Array, Array, kv.Cache]:
-        """One forward over each row's block: its places, what was fed, the logits, the cache."""
+        """One forward pass over each row's block: its places, what was fed, the logits, the cache."""
         at = s.cache.length[:, None] + jnp.arange(self.width)[None]  # [B, K]
         fed = jnp.where(at < s.length[:, None], jnp.take_along_axis(s.text, at, axis=1), self.ids.mask_id)
         logits, cache = kv.extend(model, s.cache, fed, at, jnp.ones((1, self.width, self.width), bool))
         return at, fed, logits, cache
 
     def step(self, model: Transformer, s: FilledText) -> FilledText:
-        """One forward over each row's block: reveals tokens, or commits it and, if shifted, reveals one of the next."""
+        """A pass over each row's block: reveals tokens, or commits it and, if shifted, reveals one of the next."""
         offset, own = jnp.arange(self.width)[None], s.settings
         at, _, logits, cache = self.look(model, s)
 

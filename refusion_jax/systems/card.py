@@ -116,7 +116,7 @@ class PassSettings(shared.Settings):
     """How to decode in blocks of masks."""
 
     draft_length: int = setting(16, "Masks of a block", scope="compiled", at_least=1, at_most=4096)
-    passes: int = setting(8, "Forwards over a block's masks, at most", at_least=1, at_most=2**20)
+    passes: int = setting(8, "Forward passes over a block's masks, at most", at_least=1, at_most=2**20)
     threshold: float = setting(0.9, "Tokens more probable than this are revealed", at_least=0, at_most=1)
 
     @classmethod
@@ -129,7 +129,7 @@ class PassSettings(shared.Settings):
 class State(FilledText):
     """The state of the decoding loop."""
 
-    passed: Int32[Array, "B"]  # forwards over this block's masks
+    passed: Int32[Array, "B"]  # forward passes over this block's masks
 
 
 class CausalBlocks(Continuer):
@@ -149,7 +149,7 @@ class CausalBlocks(Continuer):
         return State.start_text(layout, keys, self.width, self.ids.mask_id, **own)
 
     def step(self, model: Transformer, s: State) -> State:
-        """One forward over each row's block: reveals tokens, or commits a finished block."""
+        """One forward pass over each row's block: reveals tokens, or commits a finished block."""
         K = self.width
         at = s.cache.length[:, None] + jnp.arange(K)[None]  # [B, K]; each predicts the token after it
         is_mask = jnp.take_along_axis(s.masks(self.ids.mask_id), at + 1, axis=1)

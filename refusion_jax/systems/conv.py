@@ -1,6 +1,6 @@
 """Convolutional decoding (Seo et al., arXiv 2509.15188): prefers masks near known tokens, without blocks.
 
-Decoding: every forward runs over the whole text. The confidence of a mask is the probability of its token times
+Decoding: every forward pass runs over the whole text. The confidence of a mask is the probability of its token times
 tanh(r), where r counts the given and committed tokens within (k - 1) / 2 places; a step commits the n most
 confident masks. With k = 5 (an even k counts as k + 1), in a text of two given tokens:
 
@@ -35,7 +35,7 @@ from refusion_jax.systems.interface import System
 class ConvSettings(masked.MaskedSettings):
     """How to decode a masked diffusion model with a preference for masks near known tokens."""
 
-    steps: int = setting(0, "Forwards for an answer of max_new_tokens; 0: one per token", at_least=0, at_most=2**24)
+    steps: int = setting(0, "Passes for an answer of max_new_tokens; 0: one per token", at_least=0, at_most=2**24)
     conv_window: int = setting(
         512, "Places around a mask in which known tokens raise its confidence", at_least=1, at_most=2**24
     )

@@ -15,10 +15,10 @@ of two:
                                     1 1 1 1 1 1
                                     1 1 1 1 1 1
 
-Decoding: a forward opens one more block of masks if a tenth of the last one is committed, but none after an EOS is. In
-each open block it commits the tokens with p > `threshold`; where there is none, the most probable one if 95 % of the
-block before it was committed already. Leading blocks that were fed without masks go to the cache, which is exact, as
-nothing that they attend to changes any more.
+Decoding: a forward pass opens one more block of masks if a tenth of the last one is committed, but none after an EOS
+is. In each open block it commits the tokens with p > `threshold`; where there is none, the most probable one if 95 % of
+the block before it was committed already. Leading blocks that were fed without masks go to the cache, which is exact,
+as nothing that they attend to changes any more.
 
 From the paper and the authors' code: mask, noise, 1 / p, pipeline, blocks of 16. Left out: the paper distils a
 bidirectional teacher into this model; here the labels are the tokens themselves, and training starts from scratch or
@@ -179,7 +179,7 @@ class Pipeline(Decoder):
         return State.start_text(layout, keys, self.width, self.ids.mask_id, cache=cache, opened=zeros)
 
     def step(self, model: Transformer, s: State) -> State:
-        """One forward over the blocks in flight."""
+        """One forward pass over the blocks in flight."""
         K, F, own = self.block_length, self.width, s.settings
         cached = (s.cache.length - s.first) // K  # [B] blocks
         w = masked.window(s, self.ids, F, cached * K, jnp.full_like(cached, F))

@@ -2,7 +2,7 @@
 hidden states of the left-to-right model that it drafts for.
 
 The drafter (`--decode.drafter=RUN`), of a layer or two, is fed the last token and M - 1 masks, and drafts the M tokens
-that follow in one forward. Of the text before it sees each token with the model's hidden state there, of which the
+that follow in one forward pass. Of the text before it sees each token with the model's hidden state there, of which the
 output head makes the next token. The model verifies the drafts by the rule of speculative sampling: greedy, the text is
 that of `ar`, token by token; with a temperature it has the same distribution, whatever the drafter. Example with three
 drafts, of which the last two are refused in the first round; p and q were given, and capitals are tokens with hidden
@@ -150,7 +150,7 @@ class ReadAndDraft(ar.Speculative):
         return super().init(WithDrafter(model), layout, keys)
 
     def step(self, model: Transformer, s: ar.State) -> ar.State:
-        """One forward of each model, after which each row commits the accepted drafts and one more token."""
+        """One forward pass of each model, after which each row commits the accepted drafts and one more token."""
         model, M = WithDrafter(model), self.width - 1
         drafts, q = self.draw_drafts(s, model.draft(s.last, self.next_places(s)[:, 0] - 1, s.cache, M))
         after, tokens, _ = self.verify(model, s, s.last, drafts, jnp.full_like(s.last, M), q)

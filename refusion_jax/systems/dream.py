@@ -12,13 +12,13 @@ where q is `cart_p`.
 
 The loss is normalized by the number of masked tokens in the batch, as in the authors' code.
 
-Decoding: every forward runs over the whole text. Going from time t to s, it commits floor(n (1 - s / t)) of the n
+Decoding: every forward pass runs over the whole text. Going from time t to s, it commits floor(n (1 - s / t)) of the n
 masks, those with the highest confidence: the negative entropy of the prediction, the margin between the two most
 probable tokens, or the probability of the chosen one (MaskGIT).
 
 From the paper and the authors' code: shift, CART, normalization, times, the three rules. Our choices: the first token
 of a document is never masked, as there is no token before it; steps that would commit nothing are skipped, as the next
-forward would see the same text (with as many `steps` as tokens that is the first, and the last commits two; with
+forward pass would see the same text (with as many `steps` as tokens that is the first, and the last commits two; with
 steps=0 each commits one); a row ends once all places up to an EOS are committed; confidences are those of the model
 without temperature, top_k and top_p; mask and padding are never chosen; repeats of an EOS are masked one by one, where
 the authors' code masks them together (see batch/masking.py: 83 instead of 46 % of the quickstart's answers).
@@ -100,7 +100,7 @@ def schedule(masks: int, steps: int) -> tuple[int, ...]:
 class DreamSettings(masked.MaskedSettings):
     """How to decode a shifted masked diffusion model."""
 
-    steps: int = setting(0, "Forwards for an answer of max_new_tokens; 0: one per token", at_least=0, at_most=2**16)
+    steps: int = setting(0, "Passes for an answer of max_new_tokens; 0: one per token", at_least=0, at_most=2**16)
     confidence: str = setting(
         "entropy",
         "What is committed first: entropy (least) | margin (of the best token over the second) | maskgit (probability)",

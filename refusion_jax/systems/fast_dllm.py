@@ -1,26 +1,26 @@
 """Fast-dLLM (Wu et al., arXiv 2505.22618): an approximate cache and parallel commits for masked diffusion models.
 
-Decoding, block by block: the first forward of a block runs over the whole text, and its keys and values are kept. The
-following ones take only a part of the text, which attends to the kept keys and values of the rest. These become stale
-as the text changes, so that this is an approximation (exact for a model of one layer). `prefix` keeps what is before
-the block, `dual` also what is after it. In the first of two blocks of 2 after 2 given tokens (row: token fed; column:
-text; k: kept, 1: new):
+Decoding, block by block: the first forward pass of a block runs over the whole text, and its keys and values are kept.
+The following ones take only a part of the text, which attends to the kept keys and values of the rest. These become
+stale as the text changes, so that this is an approximation (exact for a model of one layer). `prefix` keeps what is
+before the block, `dual` also what is after it. In the first of two blocks of 2 after 2 given tokens (row: token fed;
+column: text; k: kept, 1: new):
 
     dual      k k 1 1 k k      prefix    k k 1 1 1 1
               k k 1 1 k k                k k 1 1 1 1
                                          k k 1 1 1 1
                                          k k 1 1 1 1
 
-Every forward commits the most probable token of the block, and all others with p >= threshold.
+Every forward pass commits the most probable token of the block, and all others with p >= threshold.
 
-It decodes models that other systems train. Where these read the token at j from the logits at j - 1 (our
-checkpoints store that), the first forward of a block also commits the first token of the block, since the token before
-it is not fed again.
+It decodes models that other systems train. Where these read the token at j from the logits at j - 1 (our checkpoints
+store that), the first forward pass of a block also commits the first token of the block, since the token before it is
+not fed again.
 
 From the paper and the authors' code: caches, threshold, blocks of 32, that first token. Left out: their other rule, by
-`factor`, under which surer tokens are committed in larger numbers. Our choices: a forward pass of a batch
-runs either over whole texts, for rows that begin a block, or over blocks, for the other rows; `dual` reorders the kept
-entries so that the block's own, which no later forward reads, are left out; a row ends once all places up to an EOS are
+`factor`, under which surer tokens are committed in larger numbers. Our choices: a forward pass of a batch runs either
+over whole texts, for rows that begin a block, or over blocks, for the other rows; `dual` reorders the kept entries so
+that the block's own, which no later forward pass reads, are left out; a row ends once all places up to an EOS are
 committed; mask and padding are never chosen.
 
 Axes: B rows, C text length, N tokens to decode, K block length, F tokens fed on top of the cache, V vocabulary.
@@ -58,7 +58,7 @@ class FastSettings(masked.MaskedSettings):
         at_most=2**24,
     )  # fmt: skip
     reuse: str = setting(
-        "dual", "Keys and values kept between the forwards of a block: dual | prefix (only those before it) | none",
+        "dual", "Keys and values kept between the passes over a block: dual | prefix (only those before it) | none",
         scope="compiled", choices=("dual", "prefix", "none"),
     )  # fmt: skip
     threshold: float = setting(0.9, "Tokens at least this probable are committed at once", at_least=0, at_most=1)
@@ -91,7 +91,7 @@ class BlockCache(masked.MaskedDecoder):
         return dataclasses.replace(own, cache_length=0 if own.reuse == "none" else own.width)
 
     def init(self, model: Transformer, layout: Layout, keys: Key[Array, "B"]) -> State:
-        """The initial state; there is no prefill, as the first forward runs over the whole text."""
+        """The initial state; there is no prefill, as the first forward pass runs over the whole text."""
         entries = Cache.empty(model, len(keys), self.cache_length).entries
         return State.start_text(layout, keys, self.block_length, self.ids.mask_id, entries=entries)
 
@@ -101,7 +101,7 @@ class BlockCache(masked.MaskedDecoder):
         return w.masked & ((p >= s.settings.threshold[:, None]) | (masked.ranks(p, w) == 0))
 
     def step(self, model: Transformer, s: State) -> State:
-        """One forward: over the whole text for rows that begin a block, or over blocks for the others."""
+        """One forward pass: over the whole text for rows that begin a block, or over blocks for the others."""
         if self.reuse == "none":
             return super().step(model, s)
         w, left = self.window(s), s.places.count - s.block_start(self.ids.mask_id)
@@ -123,7 +123,7 @@ class BlockCache(masked.MaskedDecoder):
     def _whole(
         self, model: Transformer, s: State, w: masked.Window, takes_part: Bool[Array, "B"]
     ) -> tuple[Float[Array, "B K D"], KeyValues]:
-        """One forward over whole texts, whose keys and values are kept: (what the head reads of the block, these)."""
+        """A pass over whole texts, whose keys and values are kept: (what the head reads of the block, these)."""
         (start, fed), C = self._fed(s), self.width
         at = jnp.maximum(w.position - self.shifted, 0)
 
@@ -158,7 +158,7 @@ class BlockCache(masked.MaskedDecoder):
         tokens = jnp.take_along_axis(s.text, jnp.minimum(index, self.width - 1), axis=1)
         visible = jnp.broadcast_to((offset < fed[:, None])[:, None], (len(fed), F, F))
         x, _ = model.extend_hidden(tokens, index, s.entries, s.length - fed, visible)
-        # With a shifted model, the first token of the block was committed by the forward over the whole text.
+        # With a shifted model, the first token of the block was committed by the forward pass over the whole text.
         at = np.maximum(np.arange(self.block_length) - self.shifted, 0)
         return x[:, at], s.entries
 

@@ -17,12 +17,12 @@ blocks of two (row: query):
               d      . . . . 1 1 1 1
     labels    b c d . b c d .
 
-Decoding with stride N: each forward takes [pending token, N - 1 drafts, N - 1 masks]. This is speculative sampling with
-p at the pending token and the drafts, and q of the masks that made the drafts: from the left, a draft is accepted with
-probability min(1, p / q); the first rejected one is drawn again from max(0, p - q), and the next forward starts with
-this token and masks, without drafts. If all drafts are accepted, the last one gives one more token, and the masks
-after it N - 1 new drafts. So the text is distributed by p; decoded greedily, it is that of `ar` with the same weights,
-token by token.
+Decoding with stride N: each forward pass takes [pending token, N - 1 drafts, N - 1 masks]. This is speculative sampling
+with p at the pending token and the drafts, and q of the masks that made the drafts: from the left, a draft is accepted
+with probability min(1, p / q); the first rejected one is drawn again from max(0, p - q), and the next forward pass
+starts with this token and masks, without drafts. If all drafts are accepted, the last one gives one more token, and the
+masks after it N - 1 new drafts. So the text is distributed by p; decoded greedily, it is that of `ar` with the same
+weights, token by token.
 
 From the authors' code (github.com/thuEcstasy/I-DLM, 3342a17): layout, shift, both means and their weights, stride, the
 rule of acceptance, the cold start after a rejection; we have not read the paper. They leave prompts unmasked in x_t;
@@ -150,7 +150,7 @@ class DraftAndCheck(Continuer):
         return State.start(layout, keys, self.width, cache=cache, **none)
 
     def step(self, model: Transformer, s: State) -> State:
-        """One forward, in which each row commits the accepted drafts and one more token, and makes new drafts."""
+        """One forward pass, in which each row commits the accepted drafts and one more token, and makes new drafts."""
         N, offset = self.stride, jnp.arange(self.width)[None]
         first = s.places.position[:, 0] + s.record.count  # [B], the place after the pending token
         is_draft = (offset > 0) & (offset <= s.drafted[:, None])

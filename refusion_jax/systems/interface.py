@@ -82,7 +82,7 @@ class Objective(abc.ABC):
 
 @dataclasses.dataclass(frozen=True)
 class ScoredTokens:
-    """The tokens of one forward that scores a text: log p is the sum of weight * log p(label)."""
+    """The tokens of one forward pass that scores a text: log p is the sum of weight * log p(label)."""
 
     tokens: Int32[np.ndarray, "N"]
     positions: Int32[np.ndarray, "N"]  # in the text
@@ -115,7 +115,7 @@ class Scoring:
 
     forward: Callable[[ScoredText], ScoredTokens]
     needs_prompt: bool = False  # whether the first token can only be predicted from one before it
-    is_bound: bool = False  # whether the forward is random, and its mean a lower bound of log p
+    is_bound: bool = False  # whether the forward pass is random, and its mean a lower bound of log p
 
 
 @dataclasses.dataclass(frozen=True)

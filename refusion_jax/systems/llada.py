@@ -7,9 +7,9 @@ tokens never. The loss is the cross-entropy of the masked tokens themselves (not
     inputs     p q a M c M          every token sees its whole document
     labels     . . . b . d
 
-Decoding: every forward runs over the whole text. The answer is cut into blocks that are decoded one after the other. A
-block of n masks takes a fixed number of steps, each of which commits the n / steps most confident ones. A temperature
-adds Gumbel noise to the logits, but not to the confidences.
+Decoding: every forward pass runs over the whole text. The answer is cut into blocks that are decoded one after the
+other. A block of n masks takes a fixed number of steps, each of which commits the n / steps most confident ones. A
+temperature adds Gumbel noise to the logits, but not to the confidences.
 
 With `merge`, of every so many masks after the block only the middle one is fed, at its own position, in the spirit of
 ToMA (arXiv 2509.10918), which merges similar tokens of an image. A group is then one key in attention, which is an
@@ -85,7 +85,7 @@ class MaskedDiffusion(Objective):
 class DiffusionSettings(masked.MaskedSettings):
     """How to decode a masked diffusion model."""
 
-    steps: int = setting(0, "Forwards for an answer of max_new_tokens; 0: one per token", at_least=0, at_most=2**24)
+    steps: int = setting(0, "Passes for an answer of max_new_tokens; 0: one per token", at_least=0, at_most=2**24)
     block_length: int = setting(
         0, "Tokens of a block; blocks are decoded one after the other; 0: the whole answer", at_least=0, at_most=2**24
     )
@@ -154,7 +154,7 @@ def reference(model: Transformer, request: Request) -> dict:
 
 
 def scoring_forward(text: ScoredText) -> ScoredTokens:
-    """The forward that scores a text: one draw of a lower bound of log p (LLaDA, eq. 6 and its appendix).
+    """The forward pass that scores a text: one draw of a lower bound of log p (LLaDA, eq. 6 and its appendix).
 
     Of the R tokens of the continuation l ~ U{1 .. R} are masked. The bound is the mean over draws of R / l times the
     sum of their log-probabilities.

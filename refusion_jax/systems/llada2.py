@@ -4,10 +4,10 @@
 (github.com/inclusionAI/dFactory, 92b6890): all of this, with as many steps as a block has tokens. At temperature 0
 theirs still draws tokens; ours takes the most probable ones.
 
-`llada2_edit` is that of LLaDA2.1 (arXiv 2602.08676), whose directories look the same. Each forward over a block reveals
+`llada2_edit` is that of LLaDA2.1 (arXiv 2602.08676), whose directories look the same. Each pass over a block reveals
 the masks with p > `threshold`, at least the most probable one, and replaces the answer's tokens in it where another one
-has p > `editing_threshold`. A block that has no masks left is edited until a forward changes nothing, in at most
-`max_post_steps`; that forward, or one more, commits it. An EOS ends the answer then, and can be edited away before.
+has p > `editing_threshold`. A block that has no masks left is edited until a forward pass changes nothing, in at most
+`max_post_steps`; that pass, or one more, commits it. An EOS ends the answer then, and can be edited away before.
 
 From the authors' `generate`, in the directory of LLaDA2.1-mini: all of this. The defaults are their "quality mode";
 "speed mode" is threshold=0.5 and editing_threshold=0. Here no block sees later ones, as in training and in their
@@ -61,7 +61,7 @@ class EditSettings(block_diffusion.BlockSizeSettings):
         0.5, "Tokens more probable than this replace others that are written in the block", at_least=0, at_most=1
     )
     max_post_steps: int = setting(
-        16, "Forwards that may edit a block after its last mask, at most", at_least=0, at_most=4096
+        16, "Forward passes that may edit a block after its last mask, at most", at_least=0, at_most=4096
     )
 
     @classmethod
@@ -73,7 +73,7 @@ class EditSettings(block_diffusion.BlockSizeSettings):
 class EditedText(FilledText):
     """The state of the decoding loop; what `text` holds of the block is not final."""
 
-    post_steps: Int32[Array, "B"]  # forwards since the block has no masks
+    post_steps: Int32[Array, "B"]  # forward passes since the block has no masks
 
 
 class EditedBlocks(sdar.BlockByBlock):
@@ -86,7 +86,7 @@ class EditedBlocks(sdar.BlockByBlock):
         return EditedText(**vars(s), post_steps=jnp.zeros_like(s.length))
 
     def step(self, model: Transformer, s: EditedText) -> EditedText:
-        """One forward over each row's block: writes and edits tokens, or commits it if none changes."""
+        """One forward pass over each row's block: writes and edits tokens, or commits it if none changes."""
         at, fed, logits, cache = self.look(model, s)
         own, is_own = s.settings, (at >= s.places.position[:, :1]) & (at < s.length[:, None])
         proposal = s.propose(logits, at, is_own, self.ids)

@@ -1,10 +1,10 @@
-"""The base of masked decoders, which fill the masks of a text in any order by bidirectional forwards over all of it.
+"""The base of masked decoders, which fill the masks of a text in any order by bidirectional passes over all of it.
 
-Every forward takes a window of the text, its current block, proposes a token for each mask in it, and commits those
+Every pass takes a window of the text, its current block, proposes a token for each mask in it, and commits those
 that a *selection rule* chooses. Decoders differ in this rule: the surest, as many as a schedule says (llada.py), near
 known tokens (conv.py), by another schedule (dream.py), by a threshold (fast_dllm.py, which also keeps keys and values).
 
-A few widths of the text are compiled, and every forward takes the least that holds its longest active row.
+A few widths of the text are compiled, and every forward pass takes the least that holds its longest active row.
 
 Axes: B rows, C text length, N places to decode, K places of a window, D hidden size, V vocabulary.
 """
@@ -103,7 +103,7 @@ class MaskedDecoder(Decoder):
         return super().scored(model, rows) * self.block_length // self.width
 
     def step(self, model: Transformer, s: MaskedText) -> MaskedText:
-        """One forward over the whole text, which commits masks of each row's block."""
+        """One forward pass over the whole text, which commits masks of each row's block."""
         w = self.window(s)
         logits = denoise(model, s, w.position, self.shifted, self.fed(s))
         proposal = s.propose(logits, w.position, w.masked, self.ids)
@@ -123,13 +123,13 @@ class MaskedDecoder(Decoder):
 
 
 class OnSchedule(MaskedDecoder):
-    """A masked decoder each of whose forwards commits the surest masks of the block, as many as a schedule says."""
+    """A masked decoder each of whose passes commits the surest masks of the block, as many as a schedule says."""
 
     @classmethod
     def counts(cls, request: Request) -> Sequence[int]:
-        """The commits of each forward; here the blocks share `steps` forwards evenly, and a block's share its masks.
+        """The commits of each pass; here the blocks share `steps` passes evenly, and a block's share its masks.
 
-        With steps=0 each forward commits one mask.
+        With steps=0 each forward pass commits one mask.
         """
         n, s = most_new_tokens([request]), request.settings
         length = s.block_length or n
@@ -198,7 +198,7 @@ def commit(
       tokens: one for each of its places.
       chosen: which of them to commit; places that are not masked are ignored.
       ids: of the special tokens.
-      took_part: the active rows that this forward served.
+      took_part: the active rows that this forward pass served.
     """
     chosen = chosen & w.masked & took_part[:, None]
     after = s.replace(
@@ -242,7 +242,7 @@ def denoise(
     shifted: bool,
     is_fed: Bool[Array, "B C"] | None = None,
 ) -> Float32[Array, "B K V"]:
-    """One forward over the text: logits for some positions of it; those of finished rows mean nothing.
+    """One forward pass over the text: logits for some positions of it; those of finished rows mean nothing.
 
     If shifted, the token at j is read from the logits at j - 1. By default the whole text is fed; `is_fed` has no place
     of finished rows.
@@ -275,7 +275,7 @@ def fill(
     shift: int = 0,
     fed: list[int] | None = None,
 ) -> None:
-    """Fills some places in plain Python: each forward commits the masks with the highest scores, as `counts` says.
+    """Fills some places in plain Python: each forward pass commits the masks with the highest scores, as `counts` says.
 
     The score of a mask is that of the probabilities of its token, and of its place; the token is read `shift` places
     before it. The places that are fed are by default all. It ends once the text is complete.

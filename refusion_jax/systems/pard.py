@@ -1,11 +1,11 @@
 """PARD ("Accelerating LLM Inference with Low-Cost PARallel Draft Model Adaptation", arXiv 2504.18583): a small model
-drafts several tokens in one forward, a left-to-right model verifies them in one.
+drafts several tokens in one forward pass, a left-to-right model verifies them in one.
 
 The drafter (`--decode.drafter=RUN`) was trained to predict tokens at masks that follow clean text, each from the place
-before it, as the system `idlm` trains. It is fed what was committed since its last forward and M - 1 masks, and drafts
-the M tokens that follow. The model verifies them by the rule of speculative sampling: greedy, the text is that of `ar`,
-token by token; with a temperature it has the same distribution, whatever the drafter. Example with three drafts, of
-which the last two are refused in the first round:
+before it, as the system `idlm` trains. It is fed what was committed since its last forward pass and M - 1 masks, and
+drafts the M tokens that follow. The model verifies them by the rule of speculative sampling: greedy, the text is that
+of `ar`, token by token; with a temperature it has the same distribution, whatever the drafter. Example with three
+drafts, of which the last two are refused in the first round:
 
     drafter    fed  p q M M            x y M M              p and q were given; x y were committed since
                drafts  x a b              c d e
@@ -76,7 +76,7 @@ class DraftAndVerify(ar.Speculative):
         return State.start(layout, keys, self.width, **own)
 
     def step(self, model: Transformer, s: State) -> State:
-        """One forward of each model, after which each row commits the accepted drafts and one more token."""
+        """One forward pass of each model, after which each row commits the accepted drafts and one more token."""
         N, M = self.width, self.width - 1
         first, offset = self.next_places(s)[:, :1], jnp.arange(N + M - 1)[None]
         recent = jnp.pad(s.recent, ((0, 0), (0, M - 1)))

@@ -2,9 +2,9 @@
 
 The last tokens of the text are looked up in all of it, prompt and answer. What followed where the most of them stood
 before, at most `ngram` and of equally many the latest, is the draft of what follows now. If that runs into the end of
-the text, it goes on with the drafts themselves. One forward verifies all drafts by the rule of speculative sampling:
-greedy, the text is that of `ar`, token by token; with a temperature it has the same distribution. Example with a prompt
-`p a b c a b x`, after which `a b` was written, and three drafts:
+the text, it goes on with the drafts themselves. One forward pass verifies all drafts by the rule of speculative
+sampling: greedy, the text is that of `ar`, token by token; with a temperature it has the same distribution. Example
+with a prompt `p a b c a b x`, after which `a b` was written, and three drafts:
 
     text        p a b c a b x a b       two tokens, `a b`, stood before at 1 and at 4, the latest
     drafts                        x a b
@@ -70,7 +70,7 @@ class LookUp(ar.Speculative):
         return State.start(layout, keys, self.width, cache=cache, text=layout.given.tokens)
 
     def step(self, model: Transformer, s: State) -> State:
-        """One forward, in which each row commits the accepted drafts and one more token."""
+        """One forward pass, in which each row commits the accepted drafts and one more token."""
         N, places = self.width, self.next_places(s)
         drafts, drafted = look_up(s.text, places[:, 0], N - 1, self.ngram)
         last = jnp.take_along_axis(s.text, places[:, :1] - 1, axis=1)[:, 0]

@@ -1,8 +1,8 @@
 """SDAR (arXiv 2510.06303): block diffusion whose masks predict their own tokens, not those after them. Decoder only.
 
-Block by block, on a cache of the blocks before: one forward over the block reveals all tokens with p > `threshold`, and
-at least the most probable one; one more forward over the finished block commits its keys and values. It is the decoder
-of block_diffusion.py but for the shift and the defaults.
+Block by block, on a cache of the blocks before: one forward pass over the block reveals all tokens with p >
+`threshold`, and at least the most probable one; one more forward pass over the finished block commits its keys and
+values. It is the decoder of block_diffusion.py but for the shift and the defaults.
 
 From the authors' code (github.com/JetAstra/SDAR, c2041a8): all of this, with their `low_confidence_dynamic` remasking
 and as many denoising steps as a block has tokens. Our choices: places after a revealed EOS are not decoded.

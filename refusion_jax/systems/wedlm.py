@@ -19,10 +19,10 @@ blocks of two, with a and d masked:
     labels    . a . d b c d .
 
 Decoding, in a window of W places after the committed text. Each forward pass takes [filled places; masks], each in text
-order. Filled places right after the committed ones have attended to the same tokens as in a causal forward, so their
-keys and values are committed without a further forward, and as many masks are added at the end of the window. A forward
-fills all masks with entropy + `distance_penalty` * (places after the first mask) < `entropy_threshold`, or else the
-one with the smallest value.
+order. Filled places right after the committed ones have attended to the same tokens as in a causal forward pass, so
+their keys and values are committed without a further forward pass, and as many masks are added at the end of the
+window. A forward pass fills all masks with entropy + `distance_penalty` * (places after the first mask) <
+`entropy_threshold`, or else the one with the smallest value.
 
 From the paper and the authors' code: layout, both losses, order, window and rule. Our choices: gamma is at least 0.001;
 the normalization, which the paper does not define; blocks are counted from the start of the row, so that the first one
@@ -137,7 +137,7 @@ class SlidingWindow(Continuer):
         return FilledText.start_text(layout, keys, self.width, self.ids.mask_id, cache=cache)
 
     def step(self, model: Transformer, s: FilledText) -> FilledText:
-        """One forward, which commits filled places right after each row's committed tokens, and fills masks."""
+        """One forward pass, which commits filled places right after each row's committed tokens, and fills masks."""
         offset, end = jnp.arange(self.width)[None], s.length[:, None]
         at = s.cache.length[:, None] + offset  # [B, F] of text
         tokens = jnp.take_along_axis(s.text, at, axis=1)

@@ -1,4 +1,4 @@
-"""What the decoders in PyTorch share: prompts in, texts out, and one forward. Exports carry it next to generate.py.
+"""What the decoders in PyTorch share: prompts in, texts out, and one pass. Exports carry it next to generate.py.
 
 Axes: B rows, T tokens of a prompt, W fed tokens, P tokens in the cache, V tokens, without padding of the vocabulary.
 """

@@ -15,7 +15,7 @@ from refusion_jax.systems.refusion.reference import plan_and_infill
 
 
 def scoring_forward(text: ScoredText) -> ScoredTokens:
-    """The forward that scores a text.
+    """The forward pass that scores a text.
 
     In the order "left_to_right" each token is predicted by the one before it, as lossless drafting writes it, and the
     first one of a text without prompt by a mask. In another order of slots the first token of each is predicted by a

@@ -16,12 +16,12 @@ drafts, as if the text ended there:
     M        1 1 . .   1 1 1 .   . . . .
     M        1 1 . .   1 1 1 1   . . . .        The G prefixes are those at which rejection is most probable, by the
     M        1 1 1 1   . . . .   1 . . .        probabilities of the drafts. With two slots at once, the second half
-    M        1 1 1 1   . . . .   1 1 . .        of the masks does not see the first. The prefill's last forward takes
+    M        1 1 1 1   . . . .   1 1 . .        of the masks does not see the first. The prefill's last pass takes
     M        1 1 1 1   . . . .   1 1 1 .        the first masks, and so commits the first token.
     M        1 1 1 1   . . . .   1 1 1 1
 
 Axes: B rows, N tokens per forward at most, M = N - 1 drafts, G prefixes, W = N (1 + G) fed tokens, P given
-tokens of the prefill's last forward, V vocabulary.
+tokens of the prefill's last forward pass, V vocabulary.
 """
 
 import dataclasses
@@ -112,12 +112,12 @@ class Drafting(Continuer):
 
     @property
     def most(self) -> tuple[int, int]:
-        """(N, G) of the widest forward."""
+        """(N, G) of the widest forward pass."""
         return max(self._choices)
 
     @property
     def _choices(self) -> dict[tuple[int, int], float]:
-        """(N, G) -> tokens per forward, of the forwards that the settings allow."""
+        """(N, G) -> tokens per forward, of the forward passes that the settings allow."""
         fitting = {
             (reach := slots * self.slot_size or 1, min(prefixes, reach)): 1 + share * (slots * self.slot_size - 1)
             for (slots, prefixes), share in _ACCEPTED.items()
@@ -165,7 +165,7 @@ class Drafting(Continuer):
         return after.replace(cache=cache, forwards=s.forwards)
 
     def step(self, model: Transformer, s: State) -> State:
-        """One forward, in which each row commits the accepted drafts and one more token, and makes new drafts."""
+        """One forward pass, in which each row commits the accepted drafts and one more token, and makes new drafts."""
         N, G = self.shape(model, len(s.pending))
         drafts, sure = s.drafts[:, : N - 1], s.sure[:, : N - 1]
         first = self._next_place(s)
@@ -189,7 +189,7 @@ class Drafting(Continuer):
     def _advance(
         self, s: State, cache: kv.Cache, logits: Float32[Array, "B _ V"], prefixes: Int32[Array, "B G"], n: int
     ) -> State:
-        """The next state, from one with as many drafts as were fed, and the cache that the forward has written to.
+        """The next state, from one with as many drafts as were fed, and the cache that the forward pass has written to.
 
         The logits are those at the n verified places, the last token and the drafts, and then at the masks.
         """

@@ -1,6 +1,6 @@
 """Speculation: tokens fed ahead of time, and the compiled shapes of forward passes that hold them.
 
-Speculative tokens, those of the next plan, never change the text; they only save forwards. They are free while a
+Speculative tokens, those of the next plan, never change the text; they only save forward passes. They are free while a
 forward pass is bound by reading its weights, and where the shape that runs anyway has places left; otherwise they cost
 as much as any token. So there is a budget in tokens per forward: needed tokens are always fed, and speculative ones
 within the budget, or where the row has shown that they pay, or where the shape has room. Room goes to the smallest
@@ -29,7 +29,7 @@ _TILES_A_ROW = 4  # on average, at most, as each tile reads the keys of its row 
 
 @dataclasses.dataclass(frozen=True)
 class ForwardShape:
-    """The shape of a compiled forward: its places for tokens come in tiles, each for tokens of one row."""
+    """The shape of a compiled forward pass: its places for tokens come in tiles, each for tokens of one row."""
 
     width: int  # places of a row, at most
     tile: int  # places of a tile
@@ -61,7 +61,7 @@ class Sizes:
 def shapes_of(rows: int, width: int, needed: int, budget: int, slot_size: int) -> tuple[ForwardShape, ...]:
     """The compiled shapes of a forward pass, smallest first; for a single row each is one tile.
 
-    Rows are seldom wide at the same time, so most forwards need only part of the places that all rows could fill.
+    Rows are seldom wide at the same time, so most forward passes need only part of the places that all rows could fill.
 
     Args:
       rows: of a shard; most have whole slots.
@@ -92,8 +92,8 @@ def worthwhile(
 
     A forward pass of n tokens takes about as long as the arithmetic of n tokens and of the `free` ones that it could
     compute while it reads the weights. If the drafts before them are accepted (`hits`, else `misses`), speculative
-    tokens need not be fed later, and one forward of the row is saved, of which the weights are read for all live rows
-    together; otherwise they are lost. With odds of o they are expected to pay up to o free / rows tokens.
+    tokens need not be fed later, and one forward pass of the row is saved, of which the weights are read for all live
+    rows together; otherwise they are lost. With odds of o they are expected to pay up to o free / rows tokens.
     """
     rows = jnp.sum(active.reshape(shards, -1), axis=1, dtype=jnp.int32)
     rows = jnp.repeat(jnp.maximum(rows, 1), active.shape[0] // shards)

@@ -1,7 +1,7 @@
 """Exact infilling: the chosen slots become what the model itself writes one token after the other.
 
-The chosen slots in sequence are one text. A forward over its drafts tells at each token the next one, and where it is
-another than the draft it takes its place; what comes before the first such place is final. The jitted twin of
+The chosen slots in sequence are one text. A forward pass over its drafts tells at each token the next one, and where it
+is another than the draft it takes its place; what comes before the first such place is final. The jitted twin of
 `infill_exactly` in reference.py.
 
     phase      drafts                  plan
@@ -57,8 +57,8 @@ class ExactInfill(SlotDecoder):
 
         After the commitment of an EOS all that follows it is dropped. In the remaining slots, each draft that differs
         from the token to have at its place is replaced by it (Jacobi iteration, arXiv 2305.10427). The first such
-        replacement is final, since all tokens before it are; the later ones are new drafts. So every forward makes at
-        least one more token final, whatever rounding does to the next forward.
+        replacement is final, since all tokens before it are; the later ones are new drafts. So every forward pass makes
+        at least one more token final, whatever rounding does to the next forward pass.
         """
         is_verify = work.phase == VERIFY
         wanted = blend(work, readings[0], settings)
@@ -84,7 +84,7 @@ def blend(work: ExactWork, read: Reading, settings: TracedSettings) -> Int32[Arr
     tokens. They are mixed with a share `infill_blend` of the plan's, and the plan's draft is compared with the
     predicted next token. (The plan's probability of the latter is taken to be 0, so that no distribution has to be
     kept.) The choice depends only on the tokens before it and the plan, so the text does not depend on the number of
-    forwards.
+    forward passes.
     """
     following, following_chance, planned_chance = (
         jnp.roll(x, 1, axis=2) for x in (read.token, read.chance, read.candidate_chance)

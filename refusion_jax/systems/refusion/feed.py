@@ -110,7 +110,7 @@ def run(
     sizes: Sizes,
     drafts: int,
 ) -> tuple[Float[Array, "S P D"], Int32[Array, "B W"], KeyValues]:
-    """One forward: (input of the output head, packed; index there of each place of the feed; entries of the drafts).
+    """A forward pass: (input of the output head, packed; index there of each place of the feed; entries of the drafts).
 
     Args:
       model, cache: the transformer, and the committed tokens, which all tokens of the feed attend to.
@@ -153,7 +153,7 @@ def read(
     """Reads the tokens at all places of a feed whose logits are needed, for each part.
 
     Args:
-      model, hidden, index, feed: the output head, what the forward gave, and what was fed.
+      model, hidden, index, feed: the output head, what the forward pass gave, and what was fed.
       draws: of each row the key of the new samples, the key that the drafts were sampled with, and the settings.
       ids: of the special tokens.
       sizes, grid: with C; B, M, K.

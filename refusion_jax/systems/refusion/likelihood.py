@@ -14,8 +14,8 @@ def slot_scoring(text: ScoredText) -> ScoredTokens:
 
     The first token of a slot is predicted by a mask token at its place that attends to exactly what was committed
     before the slot, as if this slot were the only one to plan; the other tokens of the slot are predicted by the token
-    before them, as in training. One forward scores all slots. Slots start at the first token of the continuation; the
-    last one may be short. A prompt token `p` and the slots (ab)(cd) in the order (cd)(ab) are fed as
+    before them, as in training. One forward pass scores all slots. Slots start at the first token of the continuation;
+    the last one may be short. A prompt token `p` and the slots (ab)(cd) in the order (cd)(ab) are fed as
 
         tokens       p  c  d  a  b  M  M
         positions    0  3  4  1  2  1  3

@@ -5,7 +5,7 @@ waits for another. In the phase PLAN these are mask tokens of the slots that rem
 the confident ones. The phases that follow make text of the chosen slots' drafts: those of exact infilling (decoder.py)
 or of the paper's thresholds (authors.py). If speculation (budget.py) has room, the next plan is fed with them. Its
 tokens attend to exactly what they would attend to in a forward pass of their own, so the text is the same: if all
-drafts are committed, the plan is already there, and one forward is saved.
+drafts are committed, the plan is already there, and one forward pass is saved.
 
 Axes: B rows, M slots of a block, K slot size, W width of a forward pass.
 """
@@ -56,8 +56,8 @@ class State(RowState):
     remaining: Bool[Array, "B M"]  # slots of the block that are still masked
     ended: Bool[Array, "B"]  # an EOS was committed: no further blocks
     plans: Int32[Array, "B"]  # that were followed
-    plan_hits: Int32[Array, "B"]  # forwards after which a plan fed with them could be used
-    plan_misses: Int32[Array, "B"]  # forwards after which it could not
+    plan_hits: Int32[Array, "B"]  # forward passes after which a plan fed with them could be used
+    plan_misses: Int32[Array, "B"]  # forward passes after which it could not
 
     @property
     def rounds(self) -> Int32[Array, "B"]:
@@ -96,7 +96,7 @@ class SlotDecoder(Decoder):
 
     @property
     def block(self) -> int:
-        """Tokens of a serial block, at most, which one forward may commit."""
+        """Tokens of a serial block, at most, which one forward pass may commit."""
         return self.block_slots * self.slot_size
 
     @classmethod
@@ -154,7 +154,7 @@ class SlotDecoder(Decoder):
         return self.sizes(model, rows).portion
 
     def step(self, model: Transformer, s: State) -> State:
-        """One forward: drafts, a plan and masks are fed; the phase of each row judges what is read there."""
+        """One forward pass: drafts, a plan and masks are fed; the phase of each row judges what is read there."""
         sizes = self.sizes(model, len(s.block))
         here, following = (s.places.block(s.block + i, self.block_slots) for i in (0, 1))
         needs = self.needs(s.work, here)

@@ -1,8 +1,8 @@
 """ReFusion's decoding in plain Python: one request, lists, no cache, greedy. Read this file first.
 
 The text is committed slot by slot, in any order. Every token attends to all that was committed before it, and to the
-tokens before it in its own forward. The jitted decoders in this folder compute the same for many requests at a time,
-with a cache; tests compare them with these functions token by token.
+tokens before it in its own forward pass. The jitted decoders in this folder compute the same for many requests at a
+time, with a cache; tests compare them with these functions token by token.
 """
 
 import numpy as np

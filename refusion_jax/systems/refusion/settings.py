@@ -59,7 +59,7 @@ class SlotSettings(_Slots):
         "and the next token; 0: always the next token, 1: always the draft", at_least=0, at_most=1,
     )  # fmt: skip
     speculate: str = setting(
-        AUTO, "Tokens up to which one forward speculates, in each shard of the rows: the same text in fewer forwards. "
+        AUTO, "Tokens up to which a forward pass speculates, in each shard of the rows: the same text in fewer passes. "
         "'auto': as many as save time on this device; 0: no speculation",
         choices=(AUTO,), or_number=True,
     )  # fmt: skip
@@ -96,7 +96,7 @@ class SlotSettings(_Slots):
     def for_model(self, model: ModelConfig) -> Self:
         """The settings with `infill` and `token_threshold` resolved, as a batch has one kind of infilling.
 
-        The default is exact infilling, which writes better text in fewer forwards (see
+        The default is exact infilling, which writes better text in fewer forward passes (see
         benchmarks/results/infilling.md), unless `token_threshold` is given, which only the authors' infilling uses.
         """
         is_theirs = self.infill == THRESHOLD or (self.infill == AUTO and self.token_threshold >= 0)

@@ -2,8 +2,8 @@
 
   model.generate(input_ids=ids, max_new_tokens=64, custom_generate=DIR, trust_remote_code=True)
 
-Writes the text that the model writes greedily, one token at a time, in fewer forwards: each takes the last token, the
-drafts of those after it, and a slot of masks that guess what follows the drafts that are likely to be right.
+Writes the text that the model writes greedily, one token at a time, in fewer forward passes: each takes the last token,
+the drafts of those after it, and a slot of masks that guess what follows the drafts that are likely to be right.
 
 Axes: B rows, T tokens of a prompt, W fed tokens, V vocabulary.
 """
