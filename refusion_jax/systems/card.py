@@ -73,13 +73,15 @@ class SoftTail(Objective):
         """Masks tokens near the ends of responses; each response token is labelled at the token before it."""
         is_masked, ratio = self._draw(rows, keys)
         positions = text_positions(rows.segment_ids)
-        counts = next_in_row(context_masks(is_masked, positions > 0, self.decay))  # label n stands at n - 1
+        follows = positions > 0  # a token of its document
+        is_second = jnp.pad(is_masked[:, :-1], ((0, 0), (1, 0))) & follows
+        counts = decayed_sum(is_masked * (1.0 + is_second), follows * (1.0 - self.decay))  # S_n
         return Batch(
             inputs=jnp.where(is_masked, self.mask_id, rows.tokens),
             positions=positions,
             visibility=Visibility.of(self.pattern, rows.segment_ids),
             labels=next_in_row(rows.tokens),
-            weights={"mdm": mean_over(precedes_response(rows)) / (self.beta + counts)},
+            weights={"mdm": mean_over(precedes_response(rows)) / (self.beta + next_in_row(counts))},
             diagnostics={"mask_ratio": ratio},
         )
 
@@ -103,12 +105,6 @@ class SoftTail(Objective):
         order = jnp.lexsort((rank, 2 * document + ~in_tail), axis=1)
         place = jnp.argsort(order, axis=1) - document
         return in_tail & (place < count), count / jnp.maximum(length, 1)
-
-
-def context_masks(is_masked: Bool[Array, "B T"], follows: Bool[Array, "B T"], decay: float) -> Float32[Array, "B T"]:
-    """S: the decayed count of masks at and before each token of its document, whose first token does not `follow`."""
-    before = jnp.pad(is_masked[:, :-1], ((0, 0), (1, 0))) & follows
-    return decayed_sum(is_masked * (1.0 + before), follows * (1.0 - decay))
 
 
 @dataclasses.dataclass(frozen=True)

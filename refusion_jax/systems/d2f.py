@@ -85,7 +85,8 @@ class BlockForcing(Objective):
         """Masks response tokens with a probability that rises from block to block of a document."""
         rows = pad_answers(rows, keys, self.padding, self.eos_id)
         positions = text_positions(rows.segment_ids)
-        block = response_blocks(rows, self.block_length)
+        offset = text_positions(2 * rows.segment_ids + rows.is_response)  # in the prompt or in the response
+        block = jnp.where(rows.is_response, 1 + offset // self.block_length, 0)
         is_masked, p = self._draw(rows, block, keys)
         weight = is_masked / (p * jnp.maximum(jnp.sum(is_masked), 1).astype(jnp.float32))
         return Batch(
@@ -113,11 +114,6 @@ class BlockForcing(Objective):
         p = first + (self.most - first) / jnp.maximum(increments, 1) * risen
         p = jnp.clip(p, self.least, self.most)
         return rows.is_response & (draws[:, 2] < p), p
-
-
-def response_blocks(rows: Rows, length: int) -> Int32[Array, "B T"]:
-    """0 in prompts, then 1, 2, ... for the blocks of each response."""
-    return jnp.where(rows.is_response, 1 + text_positions(2 * rows.segment_ids + rows.is_response) // length, 0)
 
 
 @dataclasses.dataclass(frozen=True)

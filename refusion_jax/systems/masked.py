@@ -72,10 +72,6 @@ class MaskedSettings(shared.Settings):
 
     block_length: ClassVar[int] = 0  # 0: the whole answer
 
-    def traced(self) -> dict[str, float | int | bool]:
-        """The traced settings, with `block_length` also where the user cannot choose it."""
-        return super().traced() | {"block_length": self.block_length}
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MaskedDecoder(Decoder):
@@ -162,8 +158,8 @@ def evenly(masks: int, steps: int) -> list[int]:
 
 
 def block_length(s: MaskedText) -> Int32[Array, "B"]:
-    """Tokens of the blocks of each row; all that it decodes where the setting is 0."""
-    own = s.settings.block_length
+    """Tokens of the blocks of each row; all that it decodes where the setting is 0, or none."""
+    own = getattr(s.settings, "block_length", 0)
     return jnp.where(own > 0, own, s.places.count)
 
 

@@ -38,7 +38,7 @@ from typing import Any, ClassVar
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float32, Key
+from jaxtyping import Array, Key
 
 from refusion_jax.batch.batch import Batch, mean_over
 from refusion_jax.batch.masking import draw_levels
@@ -151,15 +151,11 @@ class SlidingWindow(Continuer):
         proposal = s.propose(logits, at, is_mask, self.ids)
         first = jnp.min(jnp.where(is_mask, at, jnp.iinfo(jnp.int32).max), axis=1, keepdims=True)
         penalty = s.settings.distance_penalty[:, None] * (at - first)
-        score = jnp.where(is_mask, entropy(proposal.real) + penalty, jnp.inf)
+        entropy = jnp.sum(jax.scipy.special.entr(jax.nn.softmax(proposal.real)), axis=-1)  # [B, F], in nats
+        score = jnp.where(is_mask, entropy + penalty, jnp.inf)
         is_best = offset == jnp.argmin(score, axis=1)[:, None]
         fills = is_mask & ((score < s.settings.entropy_threshold[:, None]) | is_best)
         return s.fill(kv.commit(cache, jnp.where(s.active, prefix, 0)), fills, proposal.token, at, self.ids)
-
-
-def entropy(logits: Float32[Array, "B T V"]) -> Float32[Array, "B T"]:
-    """The entropy of softmax(logits), in nats."""
-    return jnp.sum(jax.scipy.special.entr(jax.nn.softmax(logits)), axis=-1)
 
 
 def reference(model: Transformer, request: Request) -> dict:

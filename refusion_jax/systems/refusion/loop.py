@@ -117,9 +117,7 @@ class SlotDecoder(Decoder):
     def slots_of_a_forward(cls, request: Request) -> int:
         """Slots of the widest forward pass of a request: those of a block, and speculating those of the next."""
         per_block = slots_a_block(request)
-        if not request.settings.budget:
-            return per_block
-        return per_block * (2 if len(slots_of(request)) > per_block else 1)
+        return per_block * (2 if request.settings.budget and len(slots_of(request)) > per_block else 1)
 
     def lay_out(self, requests: Sequence[Request]) -> Layout:
         return Layout.of(requests, self.cache_length, Canvas.of(requests, self.slots))
