@@ -1,4 +1,4 @@
-"""The layers of the transformer as functions of arrays: products, RMSNorm, RoPE; and the declaration of a weight.
+"""The layers of the transformer as functions of arrays: products and RoPE; and the declaration of a weight.
 
 Axes: B rows, T tokens, D hidden size, N query heads, H head size, R of it that RoPE rotates.
 """
@@ -95,13 +95,6 @@ def scattered_along_embed(w: Float[Array, "N H D"] | Int8Array) -> Float[Array, 
     Rounded weights have no gradient and are left unchanged.
     """
     return w if is_int8(w) else constrain(w.transpose(2, 0, 1), "embed", "heads", "head_dim").transpose(1, 2, 0)
-
-
-def rms_norm(x: Float[Array, "*axes D"], scale: Float[Array, "D"], eps: float) -> Float[Array, "*axes D"]:
-    """x / rms(x) * scale over the last axis; computed in float32."""
-    x32 = x.astype(jnp.float32)
-    x32 = x32 * jax.lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + eps)
-    return x32.astype(x.dtype) * jnp.expand_dims(scale, range(x.ndim - 1))
 
 
 Rotation = tuple[Float32[Array, "B T 1 half"], Float32[Array, "B T 1 half"]]  # cosines and sines of R / 2 angles

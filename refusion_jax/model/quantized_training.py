@@ -41,17 +41,13 @@ def _product(x: Float[Array, "n I"], w: Float[Array, "I O"], values: Array, scal
     return (_rounded_product(x, values, 0) * scale).astype(x.dtype)
 
 
-def _forward(x, w, values, scale):
-    return _product(x, w, values, scale), (x, values, scale)
-
-
 def _backward(kept, dy):
     x, values, scale = kept
     dx = _rounded_product(dy.astype(jnp.float32) * scale, values, 1)
     return dx.astype(x.dtype), x.T @ dy, None, None
 
 
-_product.defvjp(_forward, _backward)
+_product.defvjp(lambda x, w, values, scale: (_product(x, w, values, scale), (x, values, scale)), _backward)
 
 
 def _rounded_product(x: Float[Array, "n _"], values: Array, axis: int) -> Float32[Array, "n _"]:

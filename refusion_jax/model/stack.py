@@ -17,24 +17,17 @@ from refusion_jax.distributed.sharding import constrain
 from refusion_jax.model.experts import Load, mixture
 from refusion_jax.model.families import FAMILIES
 from refusion_jax.model.int8 import in_dtype, round_to
-from refusion_jax.model.layers import (
-    Rotation,
-    linear,
-    linear_outputs_first,
-    rms_norm,
-    rotate,
-    scattered_along_embed,
-    weight,
-)
+from refusion_jax.model.layers import Rotation, linear, linear_outputs_first, rotate, scattered_along_embed, weight
 from refusion_jax.model.quantized_training import DTYPES, quantized_linear
 from refusion_jax.model.remat import GATE, INPUT, PROJECTION, REMAT_POLICIES, UP, WITHOUT_GATHERED
 from refusion_jax.model.shape import ModelConfig
 
 
 def norm(x: Float[Array, "*axes D"], scale: Float[Array, "D"], c: ModelConfig) -> Float[Array, "*axes D"]:
-    """The RMSNorm of a model."""
-    offset = FAMILIES[c.family].norm_offset
-    return rms_norm(x, scale + offset if offset else scale, c.rms_norm_eps)
+    """The RMSNorm of a model, x / rms(x) * (scale + offset) over the last axis; computed in float32."""
+    offset, x32 = FAMILIES[c.family].norm_offset, x.astype(jnp.float32)
+    x32 = x32 * jax.lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + c.rms_norm_eps)
+    return x32.astype(x.dtype) * jnp.expand_dims(scale + offset if offset else scale, range(x.ndim - 1))
 
 
 class Layers(nnx.Module):
