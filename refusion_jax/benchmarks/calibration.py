@@ -3,12 +3,12 @@
   python -m refusion_jax.bench calibration
   python -m refusion_jax.bench calibration --compile --output=published_runs.json
 
-For each run it prints the published step time (plus the time of what our remat policy recomputes and theirs does not),
-our estimate for the same shape and chips before calibration, their ratio, and the error of predicting the run from the
-others of its generation. The factor and spread of each generation follow, which do not carry over to another;
-refusion_jax/distributed/chips.py holds them for `plan`. The counts of our programs are stored with the runs and their
-sources (planning/published_runs.json); --compile makes them again with the installed TPU compiler, which takes some
-minutes.
+For each run it prints the published step time (plus the time of the arithmetic that our program does and theirs did
+not, less that of the opposite), our estimate for the same shape and chips before calibration, their ratio, and the
+error of predicting the run from the others of its generation. The factor and spread of each generation follow, which do
+not carry over to another; refusion_jax/distributed/chips.py holds them for `plan`. The counts of our programs are
+stored with the runs and their sources (planning/published_runs.json); --compile makes them again with the installed TPU
+compiler, which takes some minutes.
 """
 
 import dataclasses
@@ -86,7 +86,7 @@ class PublishedRun:
     rows_per_chip: float
     config: dict  # keys of a config that differ from its defaults
     published_seconds: float  # of one step
-    recomputed_seconds: float  # of arithmetic that our program recomputes and theirs does not
+    extra_seconds: float  # of arithmetic that our program does and theirs did not, less that of the opposite
     source: str
     costs: Costs  # of our program, aggregated by `summed`
 
@@ -97,7 +97,7 @@ class PublishedRun:
     @property
     def seconds(self) -> float:
         """The step time that our program would have had."""
-        return self.published_seconds + self.recomputed_seconds
+        return self.published_seconds + self.extra_seconds
 
     @property
     def expected(self) -> float:
