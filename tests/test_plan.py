@@ -3,13 +3,16 @@
 import importlib.metadata
 import importlib.util
 import json
+import os
 import re
+import subprocess
+import sys
 import tomllib
 from types import SimpleNamespace
 
 import pytest
 from conftest import ROOT, run
-from helpers import load_config
+from helpers import load_config, wait_until
 from test_costs import LOOP
 
 from refusion_jax import UserError
@@ -126,6 +129,16 @@ def test_a_dump_that_is_none_or_lacks_a_part_is_one_clear_line(dump, text, assig
     assert err.startswith(f"error: --hlo={dump}: ")
     assert said in err
     assert len(err.splitlines()) == 1
+
+
+def test_the_compiler_ends_with_the_command_that_is_killed(tmp_path):
+    compiles = "from refusion_jax.planning.compiler import compile_program; compile_program(sleep, (600,), False)"
+    line = [sys.executable, "-c", f"from time import sleep; {compiles}"]
+    command = subprocess.Popen(line, cwd=ROOT, env=os.environ | {"TMPDIR": str(tmp_path)})
+    wait_until(lambda: list(tmp_path.glob("plan-*/stderr.txt")), command)  # the child's
+    command.kill()
+    command.wait()
+    wait_until(lambda: not list(tmp_path.glob("plan-*")), seconds=60)  # the last that the child does
 
 
 @needs_topologies

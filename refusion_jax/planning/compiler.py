@@ -12,7 +12,9 @@ import math
 import multiprocessing
 import os
 import re
+import shutil
 import tempfile
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -147,6 +149,7 @@ def _module_name(directory: Path) -> str | None:
 def _child(lower: Callable[..., jax.stages.Lowered], arguments: tuple, directory: str) -> None:
     """Compiles, and writes the compiler's dump and report.json to the directory."""
     path = Path(directory)
+    threading.Thread(target=_end_with_parent, args=(path,), daemon=True).start()
     stderr = os.open(path / "stderr.txt", os.O_WRONLY | os.O_CREAT)
     os.dup2(stderr, 2)
     prepare_environment()
@@ -159,6 +162,13 @@ def _child(lower: Callable[..., jax.stages.Lowered], arguments: tuple, directory
         report["error"] = re.sub(r"\s+", " ", str(error))
     report |= {"seconds": time.monotonic() - began, "cpu_seconds": time.process_time() - cpu_began}
     write_file(path / "report.json", json.dumps(report))
+
+
+def _end_with_parent(directory: Path) -> None:
+    """Ends this process when the one that wants the program is killed: compiling goes on for minutes otherwise."""
+    multiprocessing.parent_process().join()
+    shutil.rmtree(directory, ignore_errors=True)
+    os._exit(1)
 
 
 def assigned_bytes(text: str) -> dict[str, float]:
