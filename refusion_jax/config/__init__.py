@@ -188,7 +188,7 @@ def check_mesh(c: ml_collections.ConfigDict, mesh: jax.sharding.Mesh) -> None:
     ):
         size, parts = _get(c, key), sharding.shard_count(mesh, axis) * each
         if size % parts:
-            names = " x ".join(f"mesh.{name}" for name in sharding.mesh_axes(axis))
+            names = " x ".join(f"mesh.{name}" for name in sharding.RULES[axis])
             names += " x accumulation" if each > 1 else ""
             most = max(n for n in range(1, parts) if size % n == 0)
             why = (

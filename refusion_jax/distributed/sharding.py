@@ -20,22 +20,22 @@ from refusion_jax.cli.errors import UserError
 # rows split.
 MESH_AXES = ("replica", "data", "fsdp", "expert", "tensor", "sequence")
 
-RULES: dict[str | None, str | tuple[str, ...] | None] = {
-    None: None,
+RULES: dict[str | None, tuple[str, ...]] = {
+    None: (),
     "batch": ("replica", "data", "fsdp", "expert"),
-    "length": "sequence",
-    "vocab": "tensor",
+    "length": ("sequence",),
+    "vocab": ("tensor",),
     "embed": ("fsdp", "expert"),
-    "experts": "expert",
-    "expert_embed": "fsdp",
-    "heads": "tensor",
-    "kv_heads": "tensor",
-    "mlp": "tensor",
-    "head_dim": None,
-    "layers": None,
-    "norm": None,
-    "bias": None,
-    "rank": None,
+    "experts": ("expert",),
+    "expert_embed": ("fsdp",),
+    "heads": ("tensor",),
+    "kv_heads": ("tensor",),
+    "mlp": ("tensor",),
+    "head_dim": (),
+    "layers": (),
+    "norm": (),
+    "bias": (),
+    "rank": (),
 }
 
 
@@ -95,15 +95,9 @@ def placed(shapes: Any, shardings: Any) -> Any:
     return jax.tree.map(lambda x, own: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=own), shapes, shardings)
 
 
-def mesh_axes(axis: str | None) -> tuple[str, ...]:
-    """The mesh axes that split a logical axis."""
-    names = RULES[axis]
-    return (names,) if isinstance(names, str) else names or ()
-
-
 def shard_count(mesh: Mesh, axis: str) -> int:
     """Into how many parts the mesh splits a logical axis."""
-    return math.prod(mesh.shape[name] for name in mesh_axes(axis))
+    return math.prod(mesh.shape[name] for name in RULES[axis])
 
 
 def shard_count_here(axis: str) -> int:
@@ -130,7 +124,7 @@ def on_each_chip(function: Callable, in_specs: Any, out_specs: Any) -> Callable:
 def _names(*axes: str, but: str | None = None) -> tuple[str, ...]:
     if jax.sharding.get_abstract_mesh().empty:
         return ()
-    return tuple(name for axis in axes for name in mesh_axes(axis) if name not in mesh_axes(but))
+    return tuple(name for axis in axes for name in RULES[axis] if name not in RULES[but])
 
 
 def all_gather(x: jax.Array, logical: str, axis: int) -> jax.Array:

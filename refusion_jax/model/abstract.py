@@ -10,7 +10,7 @@ from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
 from refusion_jax.cli.errors import SettingError
-from refusion_jax.distributed.sharding import mesh_axes, shard_count, sharding
+from refusion_jax.distributed.sharding import RULES, shard_count, sharding
 from refusion_jax.model.int8 import Int8Array, is_int8
 from refusion_jax.model.shape import ModelConfig
 from refusion_jax.model.transformer import Transformer, logical_axes
@@ -41,7 +41,7 @@ def abstract_transformer(
             return Int8Array(place(x.values, axes, jnp.int8), place(x.scale, of_scale, jnp.float32))
         for size, axis in zip(x.shape, axes, strict=True):
             if size % shard_count(mesh, axis):
-                name = mesh_axes(axis)[0]
+                name = RULES[axis][0]
                 raise SettingError(flags, name, mesh.shape[name], f"does not divide the model's {size} {axis}")
         return jax.ShapeDtypeStruct(x.shape, dtype, sharding=sharding(mesh, *axes))
 
