@@ -288,22 +288,17 @@ def find_objective(path: epath.Path) -> str | None:
     A Hugging Face directory without a mask token is a plain language model; one line says so.
     """
     path = _model_place(path)
-    if huggingface_config.is_huggingface(path):
-        named = huggingface_config.read_config(path, releases()).refusion_jax.objective
-        if named or not _lacks_mask(path):
-            return named
-        plain = system_of(default_decoder(PLAIN)).name
-        line = "%s has no mask token: a plain language model, which nobody has adapted; %s decodes it"
-        logging.log_first_n(logging.WARNING, line, 1, path, plain)
-        return plain
-    return run_directory.read_objective(find_step(path)[0])
-
-
-def _lacks_mask(path: epath.Path) -> bool:
-    if huggingface_config.read_config(path, releases()).mask_token_id is not None:
-        return False
-    tokenizer = find_tokenizer(path)
-    return tokenizer is None or tokenizer.adds_mask
+    if not huggingface_config.is_huggingface(path):
+        return run_directory.read_objective(find_step(path)[0])
+    config = huggingface_config.read_config(path, releases())
+    if config.refusion_jax.objective or config.mask_token_id is not None:
+        return config.refusion_jax.objective
+    if (tokenizer := find_tokenizer(path)) and not tokenizer.adds_mask:
+        return None
+    plain = system_of(default_decoder(PLAIN)).name
+    line = "%s has no mask token: a plain language model, which nobody has adapted; %s decodes it"
+    logging.log_first_n(logging.WARNING, line, 1, path, plain)
+    return plain
 
 
 def choose_method(checkpoint: epath.Path, method: str | None) -> str:
