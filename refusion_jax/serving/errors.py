@@ -1,6 +1,8 @@
 """What the server says to requests that it cannot serve, in OpenAI's form."""
 
+import functools
 import re
+from collections.abc import Callable
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -22,25 +24,21 @@ def largest_body(cache_length: int) -> int:
 def handle_errors(app: FastAPI, cache_length: int) -> None:
     """Has the application answer every error with its status and the field at fault; the context limits bodies."""
     app.add_middleware(LimitBody, most=largest_body(cache_length))
+    answers: dict[type[Exception], Callable[[Any], JSONResponse]] = {
+        HTTPException: lambda error: _refusal(error.status_code, str(error.detail), headers=error.headers),
+        InvalidError: lambda error: _refusal(400, *error.args),
+        UserError: lambda error: _refusal(400, str(error)),
+        BusyError: lambda error: _refusal(503, str(error), headers={"Retry-After": "1"}),
+        Failure: lambda error: _refusal(500, str(error)),
+        ClientDisconnect: lambda error: _refusal(400, "the connection ended before the body did"),  # to nobody
+        Exception: lambda error: _refusal(500, f"{type(error).__name__}: {error}"),
+    }
 
-    async def answer(request: Request, error: Exception) -> JSONResponse:
-        match error:
-            case HTTPException():
-                return _refusal(error.status_code, str(error.detail), headers=error.headers)
-            case InvalidError():
-                return _refusal(400, *error.args)
-            case UserError():
-                return _refusal(400, str(error))
-            case BusyError():
-                return _refusal(503, str(error), headers={"Retry-After": "1"})
-            case Failure():
-                return _refusal(500, str(error))
-            case ClientDisconnect():
-                return _refusal(400, "the connection ended before the body did")  # to nobody
-        return _refusal(500, f"{type(error).__name__}: {error}")
+    async def respond(kind: type[Exception], request: Request, error: Exception) -> JSONResponse:
+        return answers[kind](error)
 
-    for kind in (HTTPException, InvalidError, UserError, BusyError, Failure, ClientDisconnect, Exception):
-        app.add_exception_handler(kind, answer)
+    for kind in answers:
+        app.add_exception_handler(kind, functools.partial(respond, kind))
 
 
 class LimitBody:
