@@ -48,8 +48,7 @@ def choose_split(
         raise UserError(f"--{' and --'.join(missing)}: needed with --what=split")
     if not 2 <= config.num_hidden_layers <= _LAYERS:
         raise UserError(f"--config.model.num_hidden_layers={config.num_hidden_layers}: 2 to {_LAYERS:,} can be cut")
-    appending = {name: each for name, each in decoders().items() if each.copies_prefix}
-    on_link = {name: each for name, each in appending.items() if not each.settings.auxiliary_models}
+    on_link = {name: d for name, d in decoders().items() if d.copies_prefix and not d.settings.auxiliary_models}
     if method not in on_link:
         raise UserError(f"--decode.method={method}: does not run over two machines; {', '.join(on_link)} do")
     wanted = Wanted(own.device_memory * _GIB, own.latency, int(own.prompt_tokens), int(own.max_new_tokens), itemsize)
