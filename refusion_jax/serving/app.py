@@ -44,7 +44,6 @@ def make_app(service: Service, access: Access, version: str) -> FastAPI:
 
     @app.post("/v1/completions", **_documented(Completion))
     async def completions(body: Annotated[Completion, parsed(Completion)], request: Request):
-        body.seed = service.seed_of(body)
         if len(await request.body()) <= _SMALL and len(body.prompt) == 1 and not body.constraints:
             choices = service.completion(body)  # half a millisecond, and no thread to wait for
         else:
@@ -60,7 +59,6 @@ def make_app(service: Service, access: Access, version: str) -> FastAPI:
 
     @app.post("/v1/chat/completions", **_documented(Chat))
     async def chats(body: Annotated[Chat, parsed(Chat)], request: Request):
-        body.seed = service.seed_of(body)
         choices = await anyio.to_thread.run_sync(service.chat, body, limiter=threads(body))
         if body.stream:
             reply = Reply(service, body, "chatcmpl", "chat.completion.chunk", choices)
@@ -76,7 +74,6 @@ def make_app(service: Service, access: Access, version: str) -> FastAPI:
 
     @app.post("/v1/responses", **_documented(TextRequest))
     async def responses(body: Annotated[TextRequest, parsed(TextRequest)], request: Request):
-        body.chat.seed = service.seed_of(body.chat)
         reply = await anyio.to_thread.run_sync(TextReply, service, body, limiter=threads(body.chat))
         if body.stream:
             return await reply.stream(lambda delta, scores: _said(delta))

@@ -67,11 +67,6 @@ class Service:
         """Compiles for structured answers before the first of them; raises as `Engine.constrained`."""
         self.engine.constrained(self._grammars.compile("--structured", "choice", ["yes", "no"]))
 
-    def seed_of(self, body: Completion | Chat) -> int:
-        """The request's, the server's, or one that nobody has had."""
-        given = self._seed if body.seed is None else body.seed
-        return secrets.randbelow(2**32) if given is None else given
-
     def _begun(self, ids: list[int], after: int = 0) -> list[int]:
         """The tokens after the one that began every text in training, if there is one; with it they stay as they are.
 
@@ -112,6 +107,8 @@ class Service:
         suffix: tuple[list[int], ...],
         noises: Iterable[int],
     ) -> list[Choice]:
+        if body.seed is None:  # the server's, or one that nobody has had; the reply tells it
+            body.seed = secrets.randbelow(2**32) if self._seed is None else self._seed
         settings, limit = self._own_settings(body, len(ids))
         self.scorer.is_asked(body)  # refuses
         stops, least = Stops(tuple(body.stop or ())), limit if body.ignore_eos else body.min_tokens
