@@ -154,7 +154,10 @@ class FullSocket(socket.socket):
 
 
 def test_strangers_and_lost_devices_do_not_keep_others_out(model, key, monkeypatch):
-    """Want of descriptors is waited out; a killed device's caches make room for it; a silent one's connection ends."""
+    """Want of descriptors is waited out; a killed device's caches make room for it; a silent one's connection ends.
+
+    So do those of a device that asked for more than there is.
+    """
     memory = 2 * Upper(part_of(model, 1, 3)).cache_bytes(1, 16)
     service = LayerService(reader_of(model), model.config, memory, "float32")
     listening, tls = FullSocket(), frames.secured(key, is_server=True)
@@ -177,6 +180,17 @@ def test_strangers_and_lost_devices_do_not_keep_others_out(model, key, monkeypat
         with talking(service) as another:
             return is_served(another)
 
+    greedy = frames.Hello(frames.VERSION, stamp_of(model), 1, "exact", b"greedy" + bytes(10), 0)
+    with talking(service) as there:
+        for message in (greedy, frames.Start(1, 1, 16), frames.Start(2, 2, 16)):
+            frames.send(there, message)
+        assert isinstance(frames.receive(there)[0], frames.Welcome)
+        assert isinstance(frames.receive(there)[0], frames.Refused)
+    wait_until(is_another_served, seconds=60)
+    with talking(service) as there:
+        frames.send(there, greedy)
+        assert frames.receive(there)[0].last == 0  # nothing is kept of it
+        frames.send(there, frames.Bye(1))
     with talking(service) as first:
         assert is_served(first)
         assert not is_another_served()

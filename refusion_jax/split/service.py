@@ -153,8 +153,8 @@ class LayerService:
         Sessions without a connection make room: as a rule their devices were killed, and come back with another one.
         """
         with self._lock:
-            session.cache_bytes = 0
-            room = self._memory - size - sum(each.cache_bytes for each in self._sessions.values())
+            others = (each for each in self._sessions.values() if each is not session)
+            room = self._memory - size - sum(each.cache_bytes for each in others)
             left = self._left()
             while room < 0 and left:
                 room += self._sessions.pop(left.pop(0)).cache_bytes
