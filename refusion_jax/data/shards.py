@@ -121,7 +121,8 @@ class Worker:
         places = {"train": self._output / name, "held_out": self._output / "held_out" / name}
         looked = settings.dedup or settings.near_dedup
         repeated = set(duplicates.load(progress, "duplicates", index).tolist()) if looked else set()
-        report, before = Report(), dict(self._tokenizer.left_out)
+        report = Report()
+        self._tokenizer.left_out = report.left_out  # it counts there
         with replacing(progress / f"dropped-{index:05}.jsonl") as dropped, open(dropped, "w") as file:
 
             def drop(bad: Bad) -> None:
@@ -136,7 +137,6 @@ class Worker:
                     shards[split].add(document)
                 report.shards = {split: shard.close(name) for split, shard in shards.items()}
         report.checksum = file_checksum(progress / f"dropped-{index:05}.jsonl")
-        report.left_out = {role: count - before.get(role, 0) for role, count in self._tokenizer.left_out.items()}
         outcome = "stopped" if report.first_bad and settings.on_error == "stop" else "done"
         write_file(progress / f"{outcome}-{index:05}.json", json.dumps(dataclasses.asdict(report)).encode())
         return report
