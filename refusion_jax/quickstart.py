@@ -26,6 +26,7 @@ from refusion_jax.cli.errors import UserError
 from refusion_jax.config.run_config import read_config
 from refusion_jax.data import tasks
 from refusion_jax.data.interface import Tokenizer
+from refusion_jax.data.problems import Problem
 from refusion_jax.decoding.player import page
 from refusion_jax.decoding.requests import prepare
 from refusion_jax.decoding.settings import Settings
@@ -48,7 +49,7 @@ MAX_NEW_TOKENS = 32  # the longest worked answer takes 25
 
 
 def measure(
-    settings: Settings, model: Transformer, tokenizer: Tokenizer, problems: list[tasks.Problem]
+    settings: Settings, model: Transformer, tokenizer: Tokenizer, problems: list[Problem]
 ) -> tuple[dict[str, float], Decoded]:
     """Accuracy and speed of one decoder, compilation not counted."""
     prompts = tokenizer.encode_prompts([problem.query for problem in problems])
@@ -66,7 +67,7 @@ def measure(
     }, out
 
 
-def show(figures: dict, problems: list[tasks.Problem], decoded: Decoded, tokenizer: Tokenizer, size: int) -> None:
+def show(figures: dict, problems: list[Problem], decoded: Decoded, tokenizer: Tokenizer, size: int) -> None:
     """Prints the table and three answers."""
     console = Console()
     table = Table(
@@ -93,7 +94,7 @@ def show(figures: dict, problems: list[tasks.Problem], decoded: Decoded, tokeniz
     )
 
 
-def examples(problems: list[tasks.Problem], decoded: Decoded, tokenizer: Tokenizer, size: int) -> list[int]:
+def examples(problems: list[Problem], decoded: Decoded, tokenizer: Tokenizer, size: int) -> list[int]:
     """Three right answers to look at, of three families: written least in order of reading, and then the longest."""
     orders = [part_order(decoded, i, size) for i in range(len(problems))]
     by_interest = [(sum(b < a for a, b in itertools.pairwise(order)), len(order)) for order in orders]
@@ -132,7 +133,7 @@ def main() -> None:
     names = [n for n in names if all(getattr(settings[n], other) for other in settings[n].auxiliary_models)]
     models = {name: load_for(workdir, settings[name]) for name in names}
 
-    problems = list(tasks.problems("test", _PROBLEMS.value, seed=0))
+    problems = list(tasks.MIXTURE.problems("test", _PROBLEMS.value, seed=0))
     measured = {name: measure(settings[name], models[name], tokenizer, problems) for name in names}
     figures = {name: own for name, (own, _) in measured.items()} | {
         "decoders": names,

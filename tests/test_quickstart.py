@@ -14,6 +14,7 @@ from helpers import Letters
 
 from refusion_jax import quickstart
 from refusion_jax.data import families, tasks
+from refusion_jax.data.problems import Problem
 from refusion_jax.data.sources import read_examples
 from refusion_jax.data.tokenizer import SentencePieceTokenizer
 from refusion_jax.systems.api import Decoded
@@ -73,8 +74,8 @@ def test_slots_are_shown_in_text_order_with_the_time_of_their_writing():
 def test_examples_are_right_of_three_families_and_show_planning():
     forward, jumpy = [*range(12)], [*range(8, 12), *range(4, 8), *range(4)]
     word, quoted = "pear pear pear", '"pear", "pear", "pear"'
-    problems = [tasks.Problem("replace", "", right) for right in (word, word, "pear plum")]
-    problems += [tasks.Problem("reverse", "", word), tasks.Problem("quote", "", quoted)]
+    problems = [Problem("replace", "", right) for right in (word, word, "pear plum")]
+    problems += [Problem("reverse", "", word), Problem("quote", "", quoted)]
     texts = [word.encode()] * 4 + [quoted.encode()]
     answers = decoded(*zip(texts, (forward, jumpy, jumpy, jumpy[4:], forward), strict=True))
     assert quickstart.examples(problems, answers, Letters(), 4) == [1, 3, 4]
@@ -91,7 +92,7 @@ def test_nothing_is_compiled_while_the_time_is_taken(monkeypatch):
         calls.append(programs)
         return out
 
-    calls, problems = [], list(tasks.problems("test", 3, seed=0))
+    calls, problems = [], list(tasks.MIXTURE.problems("test", 3, seed=0))
     monkeypatch.setattr(quickstart, "decode", decode)
     quickstart.measure(settings("ar", new=8, batch_size=1), tiny_model(), Words(), problems)
     first, timed = calls
@@ -100,7 +101,7 @@ def test_nothing_is_compiled_while_the_time_is_taken(monkeypatch):
 
 
 def test_every_answer_fits_into_the_tokens_allowed():
-    problems = [p for split in ("train", "test") for p in tasks.problems(split, 3000, seed=0)]
+    problems = [p for split in ("train", "test") for p in tasks.MIXTURE.problems(split, 3000, seed=0)]
     tokenizer = SentencePieceTokenizer.train([text for p in problems for text in (p.query, p.response)], 512)
     longest = max(map(len, tokenizer.encode([p.response for p in problems])))
     assert longest + 1 <= quickstart.MAX_NEW_TOKENS  # one for eos
@@ -118,7 +119,7 @@ ANSWERS = {
 
 
 def test_the_quickstarts_problems_are_the_same_for_ever():
-    drawn = repr([(p.family, p.query, p.response) for p in tasks.problems("train", 2000, seed=0)])
+    drawn = repr([(p.family, p.query, p.response) for p in tasks.MIXTURE.problems("train", 2000, seed=0)])
     digest = hashlib.blake2b(drawn.encode(), digest_size=8).hexdigest()
     assert digest == "021a0ccaf4bb778c", "the figures in benchmarks/results/ are of other problems"
 

@@ -264,7 +264,7 @@ def test_a_template_that_fails_or_reaches_out_is_one_line(source, said):
 
 
 def corpus():
-    return [text for p in tasks.problems("train", 500, seed=0) for text in (p.query, p.response)]
+    return [text for p in tasks.MIXTURE.problems("train", 500, seed=0) for text in (p.query, p.response)]
 
 
 @pytest.fixture(scope="module", params=["pieces", "byte_pairs"])

@@ -92,7 +92,7 @@ def main(own: flags.FlagValues) -> None:
 
 def _by_clients(address, checkpoint: str, clients: list[int], own: flags.FlagValues) -> Iterator[dict[str, Any]]:
     """Yields a record of each number of clients, for whole answers and streams, interleaved with decoding here."""
-    problems = list(tasks.problems("test", own.requests, seed=0))
+    problems = list(tasks.MIXTURE.problems("test", own.requests, seed=0))
     bodies = [{"prompt": problem.query, "max_tokens": own.new_tokens} for problem in problems]
     usage = {"include_usage": True}
     asked = {
@@ -139,7 +139,7 @@ def _at_rate(address, own: flags.FlagValues) -> Iterator[dict[str, Any]]:
 
 
 def _soaked(address, pid: int, clients: list[int], own: flags.FlagValues) -> dict[str, Any]:
-    bodies = [{"prompt": problem.query, "max_tokens": own.new_tokens} for problem in tasks.problems("test", 16, seed=0)]
+    bodies = [{"prompt": p.query, "max_tokens": own.new_tokens} for p in tasks.MIXTURE.problems("test", 16, seed=0)]
     bodies += [body | {"temperature": 1.5} for body in bodies]
     return soak(address, pid, max(clients), own.minutes, bodies)
 
@@ -170,7 +170,7 @@ def _decoding(checkpoint: str, texts: list[str], own: flags.FlagValues) -> Calla
 
 def _random(size: str, directory: str) -> str:
     """Writes random weights and a tokenizer of the built-in problems, as a Hugging Face directory."""
-    texts = [f"{problem.query}\n{problem.response}\n" for problem in tasks.problems("train", 2000, seed=0)]
+    texts = [f"{p.query}\n{p.response}\n" for p in tasks.MIXTURE.problems("train", 2000, seed=0)]
     tokenizer = SentencePieceTokenizer.train(texts, 512)
     ids = {f"{name}_token_id": getattr(tokenizer, f"{name}_id") for name in ("bos", "pad", "mask")}
     ids["eos_token_id"] = tokenizer.pad_id  # which no decoder writes

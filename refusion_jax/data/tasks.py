@@ -3,9 +3,7 @@
 import json
 import random
 
-from refusion_jax.data.problems import Mixture, Problem, ProblemFamily
-
-__all__ = ["FAMILIES", "MIXTURE", "Problem", "problems"]
+from refusion_jax.data.problems import Mixture, ProblemFamily
 
 NAMES = "ann bob cat dan eve fay gus hal ivy jay kim leo mia ned oda pam ray sue tom uma".split()
 FRUITS = "apple plum kiwi fig pear lime melon grape mango peach cherry lemon".split()
@@ -95,16 +93,14 @@ def _solve_json(query: str) -> str:
     return json.dumps({key: values[key] for key in keys.split(", ")})
 
 
-FAMILIES = {
-    "add": ProblemFamily(_make_add, _solve_add, 3),
-    "sort": ProblemFamily(_make_sort, _solve_sort, 1),
-    "reverse": ProblemFamily(_make_reverse, _solve_reverse, 1),
-    "replace": ProblemFamily(_make_replace, _solve_replace, 1),
-    "quote": ProblemFamily(_make_quote, _solve_quote, 1),
-    "table": ProblemFamily(_make_table, _solve_table, 1),
-    "json": ProblemFamily(_make_json, _solve_json, 1),
-}
-
-
-MIXTURE = Mixture(FAMILIES)
-problems = MIXTURE.problems
+MIXTURE = Mixture(
+    {
+        "add": ProblemFamily(_make_add, _solve_add, 3),
+        "sort": ProblemFamily(_make_sort, _solve_sort),
+        "reverse": ProblemFamily(_make_reverse, _solve_reverse),
+        "replace": ProblemFamily(_make_replace, _solve_replace),
+        "quote": ProblemFamily(_make_quote, _solve_quote),
+        "table": ProblemFamily(_make_table, _solve_table),
+        "json": ProblemFamily(_make_json, _solve_json),
+    }
+)
