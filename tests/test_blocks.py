@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import BOS, EOS, MASK, PROMPTS, all_but, config_with, settings, sharp_model, tiny_model
+from conftest import EOS, MASK, PROMPTS, all_but, config_with, settings, sharp_model, tiny_model
 from helpers import drawn_matrix, with_eos
 
 from refusion_jax import UserError, decode
@@ -79,11 +79,6 @@ def test_where_all_is_sure_a_sub_block_takes_a_forward():
     assert len(out.tokens[0]) == 12
     assert out.commit_order[0] == list(range(4, 16))
     assert out.forwards == [2 + 1 + 4]
-
-
-def test_a_mask_token_in_a_prompt_is_left_there():
-    out = decode(sharp_model(), [[BOS, MASK, 7]], settings("block_diffusion"))
-    assert min(out.commit_order[0]) == 3
 
 
 SEGMENTS = [1] * 12 + [2] * 9 + [0] * 3

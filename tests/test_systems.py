@@ -50,7 +50,7 @@ LONG += "prompt_lookup r2ft sdar sequential wedlm".split()
 QUICK = {*TRAINABLE, *DECODERS}.difference(LONG)
 T = 24
 
-TEMPLATES = [Request([BOS, 5], ([7, 8], 5, [9], 6)), Request([], ([BOS], 6, [14, 9]))]
+TEMPLATES = [Request([BOS, 5], ([7, MASK], 5, [9], 6)), Request([], ([BOS], 6, [14, 9]))]
 SHIFTED = {"shifted": True}  # the model says so
 # What a decoder is tried with besides the settings of conftest: its own settings of how it goes on and ends.
 VARIANTS = {
@@ -77,7 +77,12 @@ VARIANTS = {
     "dense": [{"fed_tokens": 24, "new": 15, "size": 3}],
     "dense_plan": [{"slot": 0.2}, {"slot": 0.5, "blocks": 2, "order": "left_to_right"}, {"infill_blend": 0.0}],
     "card": [{"draft_length": 5, "threshold": 0.5}, {"passes": 2, "threshold": 0.3}, {"passes": 1}],
-    "llada": [{"block_length": 5, "merge": 3}, {"steps": 4}, {"block_length": 4}, {"block_length": 8, "steps": 6}],
+    "llada": [
+        {"block_length": 5, "merge": 3},
+        {"steps": 4, **SHIFTED},
+        {"block_length": 4},
+        {"block_length": 8, "steps": 6},
+    ],
 }
 # Write what `ar` writes from the same weights, in no more forwards.
 LOSSLESS = ("prompt_lookup", "pard", "dflash", "idlm", "dense")
@@ -268,8 +273,9 @@ def test_neither_devices_nor_accumulation_change_a_step(name):
 
 
 def requests_for(name: str, model, **changes) -> list[Request]:
-    """The prompts, half of which may not end soon, and templates where the decoder takes them."""
-    s, prompts = settings(name, **changes), [Request(prompt, least=i % 2 * 6) for i, prompt in enumerate(PROMPTS)]
+    """The prompts, half of which may not end soon, and templates where a decoder takes them; some hold mask tokens."""
+    s, texts = settings(name, **changes), [*PROMPTS, [BOS, MASK, 7]]
+    prompts = [Request(prompt, least=i % 2 * 6) for i, prompt in enumerate(texts)]
     try:
         decoder_for(prepare(TEMPLATES, s, model.config), model.config)
     except UserError as error:

@@ -23,9 +23,11 @@ from typing import Any, ClassVar
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float32, Int32
 
+from refusion_jax.batch.rows import row_index
 from refusion_jax.cli.settings import setting
 from refusion_jax.decoding.reference import ReferenceDecoder
 from refusion_jax.decoding.requests import Request
+from refusion_jax.decoding.sampling import put
 from refusion_jax.model.transformer import Transformer
 from refusion_jax.systems import masked
 from refusion_jax.systems.interface import System
@@ -53,7 +55,11 @@ class Convolve(masked.OnSchedule):
 
     def confidence_of(self, s: masked.MaskedText, w: masked.Window, proposal: masked.Proposal) -> Float32[Array, "B N"]:
         """The probability of the token times tanh(r)."""
-        known = known_nearby(s.text != self.ids.mask_id, w.position, s.settings.conv_window // 2)
+        # Of the text, all but what is left to decode: what is given may hold mask tokens, too.
+        into = jnp.where(w.masked, w.position, s.text.shape[1])
+        is_left = put(jnp.zeros_like(s.text), into, jnp.ones_like(into)) > 0
+        is_known = (row_index(s.text) < s.length[:, None]) & ~is_left
+        known = known_nearby(is_known, w.position, s.settings.conv_window // 2)
         return proposal.probability * jnp.tanh(known.astype(jnp.float32))
 
 

@@ -147,7 +147,7 @@ def reference(model: Transformer, request: Request) -> dict:
         left_out = set(after) - {group[(len(group) - 1) // 2] for group in groups}
         fed = [place for place in range(request.length) if place not in left_out]
         counts = masked.evenly(len(block), s.steps // -(-n // length) or len(block))
-        masked.fill(plain, counts, lambda p, place: p[plain.best(p, place)], block, fed=fed)
+        masked.fill(plain, counts, lambda p, place: p[plain.best(p, place)], block, model.config.shifted, fed)
         if plain.has_ended:
             break
     return plain.result()
