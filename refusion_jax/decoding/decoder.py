@@ -111,7 +111,7 @@ class Decoder(abc.ABC):
 
     settings: ClassVar[type[Settings]]
     # Whether `init` fills `state.cache` by `cache.prefill(model, layout.given, self.chunk)`: what requests begin with
-    # is then computed once, and copied from one row to the others.
+    # is then computed once, and copied to the others.
     copies_prefix: ClassVar[bool] = False
     fills_gaps: ClassVar[bool] = True  # whether it takes templates; otherwise it only writes after what is given
     # What predicts the next token of a text: LAST_TOKEN, or SLOT_MASK, the same but for the first token of each slot,

@@ -65,8 +65,8 @@ def check_memory(model: Transformer, mesh: Mesh, rows: int, decoder: Decoder, ke
 
     All hosts of a mesh decide alike.
     """
-    free = _free(mesh)
-    if bytes_needed(model, mesh, rows, decoder, kept) <= free:
+    free, needed = _free(mesh), bytes_needed(model, mesh, rows, decoder, kept)
+    if needed <= free:
         return
     fitting = [n for n in (2**i for i in range(20)) if bytes_needed(model, mesh, n, decoder, kept) <= free]
     fix = f"batch_size={fitting[-1]} would fit" if fitting else "lower cache_length or max_new_tokens"
@@ -75,9 +75,8 @@ def check_memory(model: Transformer, mesh: Mesh, rows: int, decoder: Decoder, ke
         "batch_size",
         rows,
         f"{rows} rows of {decoder.cache_length:,} tokens, of "
-        f"{bytes_per_token(model.config, model.cache_dtype):,} bytes of cache each, need "
-        f"{bytes_needed(model, mesh, rows, decoder, kept) / _GIB:.1f} GiB per device besides the weights; "
-        f"{free / _GIB:.1f} GiB are free: {fix}",
+        f"{bytes_per_token(model.config, model.cache_dtype):,} bytes of cache each, need {needed / _GIB:.1f} GiB per "
+        f"device besides the weights; {free / _GIB:.1f} GiB are free: {fix}",
     )
 
 
