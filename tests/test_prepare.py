@@ -32,7 +32,7 @@ from refusion_jax.data.workers import Processes
 FUZZED = int(os.environ.get("REFUSION_FUZZ", 400))  # 10,000 take two minutes
 REFUSING = (
     "{% for m in messages %}{% if m.role == 'system' %}{{ raise_exception('no system turns') }}{% endif %}"
-    "{{ m.content }}{% endfor %}"
+    "{{ m.content or raise_exception('an empty turn') }}{% endfor %}"
 )
 WORDS = "one two three four five six seven".split()
 
@@ -234,6 +234,9 @@ def test_what_a_chat_template_refuses_is_named_or_counted(tmp_path):
         make(tokenizer_file, tmp_path / "a.jsonl", tmp_path / "out")
     manifest = make(tokenizer_file, tmp_path / "a.jsonl", tmp_path / "out", on_error="skip")
     assert (manifest.documents, manifest.dropped) == (2, {"refused by the tokenizer": 1})
+    (tmp_path / "b.jsonl").write_text(f"{lines[0]}\n{json.dumps({'query': 'is it ' * 10_000, 'response': 'it is'})}\n")
+    manifest = make(tokenizer_file, tmp_path / "b.jsonl", tmp_path / "long", on_error="skip", max_tokens=60)
+    assert (manifest.documents, manifest.dropped) == (1, {"length": 1})  # it is not asked of what fits in no row
 
 
 def test_turns_that_a_chat_template_leaves_out_are_counted(tmp_path):

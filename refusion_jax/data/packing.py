@@ -21,7 +21,7 @@ from refusion_jax.data.interface import RowSource, Tokenizer
 BATCH = 1 << 19  # characters tokenized at a time: their ids are Python numbers for a moment, 40 bytes each
 TOO_LONG = "longer than a row"  # the kind of a prompt and its answer that fit in none
 _LONGEST_TOKEN = 128  # characters, on average; few tokens of any vocabulary are as long
-_OVERLONG = Example("", "", "")  # in place of one that fits in no row, and might take gigabytes to tokenize
+_OVERLONG = Example(None, "", "")  # in place of one that fits in no row, and might take gigabytes to tokenize
 _HINT = "on_error=skip leaves out what is too long"
 _T = TypeVar("_T")
 
