@@ -35,8 +35,7 @@ from refusion_jax.decoding.requests import Request
 from refusion_jax.decoding.settings import TokenIds
 from refusion_jax.distributed.compiled_code import keep_for_user
 from refusion_jax.distributed.sharding import make_mesh
-from refusion_jax.serving.engine import Engine, sized
-from refusion_jax.serving.jobs import Job
+from refusion_jax.serving.engine import Engine, Job, sized
 from refusion_jax.serving.terminal import Screen, printable
 from refusion_jax.systems.api import all_settings, own_settings, read_settings
 

@@ -19,8 +19,7 @@ from refusion_jax.decoding import queue
 from refusion_jax.decoding.requests import Answer, prepare
 from refusion_jax.decoding.stops import Stops
 from refusion_jax.decoding.trajectory import forwards_of
-from refusion_jax.serving.engine import MOST_WAITING, Engine
-from refusion_jax.serving.jobs import BusyError, Job
+from refusion_jax.serving.engine import MOST_WAITING, BusyError, Engine, Job
 from refusion_jax.serving.writer import Writer
 from refusion_jax.systems.api import decoder_for
 from refusion_jax.systems.registry import find_system

@@ -33,9 +33,8 @@ from refusion_jax.serving.access import Access, allowed_hosts
 from refusion_jax.serving.address import listen
 from refusion_jax.serving.app import make_app
 from refusion_jax.serving.connections import TimedConnection
-from refusion_jax.serving.engine import Engine
+from refusion_jax.serving.engine import BusyError, Engine
 from refusion_jax.serving.errors import largest_body
-from refusion_jax.serving.jobs import BusyError
 from refusion_jax.serving.service import Service
 
 

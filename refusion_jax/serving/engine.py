@@ -8,6 +8,7 @@ up the others. An answer depends on its own request alone.
 import collections
 import dataclasses
 import functools
+import math
 import threading
 import time
 import traceback
@@ -23,12 +24,11 @@ from refusion_jax.decoding.constrained import Matcher, batch_type
 from refusion_jax.decoding.decoder import Decoder
 from refusion_jax.decoding.memory import room_besides
 from refusion_jax.decoding.queue import batch_rows, mesh_of
-from refusion_jax.decoding.requests import Request, check_tokens, prepare, read_answer
+from refusion_jax.decoding.requests import Answer, Request, check_tokens, prepare, read_answer
 from refusion_jax.decoding.settings import Settings
 from refusion_jax.distributed.sharding import shard_count
 from refusion_jax.model.shape import ModelConfig
 from refusion_jax.model.transformer import Transformer
-from refusion_jax.serving.jobs import BusyError, Job
 from refusion_jax.systems.api import as_decoded, decoder_for
 
 LOOK = 8  # forwards between two looks at what the rows have decoded
@@ -36,6 +36,25 @@ SOON = 2  # the same while a row is free, for whoever comes
 OFTEN = 0.03  # seconds between two reports to who is shown an answer as it is written: more than anybody can read
 MOST_WAITING = 4096  # jobs besides those in the batch
 _NEW_TOKENS = 256  # of an answer, unless the settings say otherwise
+
+
+class BusyError(RuntimeError):
+    """No more can be decoded now."""
+
+
+@dataclasses.dataclass(eq=False)
+class Job:
+    """A request, and who is told of its answer; called from the engine's thread."""
+
+    request: Request  # from `Engine.check`
+    report: Callable[[Answer, bool], bool]  # (answer so far, whether it is finished) -> whether to go on
+    fail: Callable[[Exception], None]
+    is_watched: bool  # whether to report also while the answer is written
+    by_forward: bool = False  # whether to report after each forward pass; the device waits for the host then
+    is_over: bool = False  # answered, or not wanted any more
+    cached: int = 0  # leading tokens of the prompt whose keys and values were there already
+    caller: object = None  # the same for all jobs that were submitted together
+    told: float = -math.inf  # when it was reported last, by `time.monotonic`
 
 
 def sized(settings: Settings, model: ModelConfig, most: int = 2**31) -> Settings:

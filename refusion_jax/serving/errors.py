@@ -13,7 +13,7 @@ from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from refusion_jax.cli.errors import Failure, UserError
-from refusion_jax.serving.jobs import BusyError
+from refusion_jax.serving.engine import BusyError
 
 
 def largest_body(cache_length: int) -> int:
