@@ -38,7 +38,7 @@ from refusion_jax.data.preparation import Preparation, plan_chunks
 from refusion_jax.data.shards import PrepareSettings
 from refusion_jax.data.tokenizer import MASK_PIECE
 from refusion_jax.data.workers import Processes, Runner
-from refusion_jax.distributed.cores import available_cores
+from refusion_jax.distributed.host import available_cores
 
 _INPUT = flags.DEFINE_multi_string(
     "input",

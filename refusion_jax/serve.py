@@ -33,7 +33,7 @@ from refusion_jax.cli import command
 from refusion_jax.cli.errors import Failure, UserError, first_line, needs
 from refusion_jax.cli.progress import waiting
 from refusion_jax.distributed.compiled_code import keep_for_user
-from refusion_jax.distributed.host_memory import return_freed_memory
+from refusion_jax.distributed.host import return_freed_memory
 from refusion_jax.distributed.sharding import make_mesh
 from refusion_jax.systems.api import all_settings
 

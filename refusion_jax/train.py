@@ -36,7 +36,7 @@ from refusion_jax.config.keys import keys
 from refusion_jax.config.model import adopt_shape, adopt_steps, model_config
 from refusion_jax.config.run_config import check_same_run
 from refusion_jax.data.dataset import load_dataset
-from refusion_jax.distributed import compiled_code, host_memory, processes, sharding, xla_options
+from refusion_jax.distributed import compiled_code, host, processes, sharding, xla_options
 from refusion_jax.distributed.preemption import EXIT_CODE, Preemption
 from refusion_jax.evaluation.heldout import make_held_out
 from refusion_jax.model.shape import READ_ALIKE
@@ -213,7 +213,7 @@ def main() -> None:
         raise UserError("--config=configs/NAME.py and --workdir=DIR are needed; --help explains")
     if other := [key for key in _ALLOW.value if key.split(".")[0] not in CHANGEABLE]:
         raise UserError(f"--allow_change={other[0]}: cannot change in a run; what can: {', '.join(CHANGEABLE)}")
-    host_memory.keep_freed_memory()
+    host.keep_freed_memory()
     with processes.together(_PEERS.value, _LOST.value):
         if _PROFILE.value:
             jax.profiler.start_server(_PROFILE.value)

@@ -15,7 +15,7 @@ from helpers import free_port
 from jax.experimental.compilation_cache import compilation_cache
 
 from refusion_jax.distributed.compiled_code import find_danger, keep_compiled
-from refusion_jax.distributed.host_memory import ACCELERATORS
+from refusion_jax.distributed.host import ACCELERATORS
 from refusion_jax.distributed.watchdog import Watchdog
 
 PROGRAM = """
@@ -159,7 +159,7 @@ def test_large_arrays_of_threads_take_the_same_pages_each_time():
     """The kernel would clear 3 x 16,384 pages."""
     faults = """if True:
         import resource, threading
-        from refusion_jax.distributed.host_memory import keep_freed_memory
+        from refusion_jax.distributed.host import keep_freed_memory
 
         keep_freed_memory()
         for step in range(4):
@@ -178,7 +178,7 @@ def test_what_is_free_is_returned_also_between_what_is_in_use():
     """Of 8,192 pieces of 16 KiB every second one is freed, of each of which three pages or four."""
     returned = """if True:
         import mmap
-        from refusion_jax.distributed.host_memory import return_freed_memory
+        from refusion_jax.distributed.host import return_freed_memory
 
         def resident():
             return int(open("/proc/self/statm").read().split()[1]) * mmap.PAGESIZE >> 20

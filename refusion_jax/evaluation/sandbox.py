@@ -23,7 +23,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from refusion_jax.cli.errors import UserError
-from refusion_jax.distributed.cores import available_cores
+from refusion_jax.distributed.host import available_cores
 from refusion_jax.evaluation import jail
 
 _GRACE = 30  # seconds to set up the sandbox on a busy machine

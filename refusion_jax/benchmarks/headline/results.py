@@ -18,7 +18,7 @@ from refusion_jax.benchmarks.headline.experiment import Experiment
 from refusion_jax.cli.errors import UserError
 from refusion_jax.config import flatten
 from refusion_jax.decoding.journal import Journal
-from refusion_jax.distributed.cores import available_cores
+from refusion_jax.distributed.host import available_cores
 from refusion_jax.distributed.json_files import read_json
 from refusion_jax.distributed.storage import write_file
 

@@ -1,10 +1,16 @@
-"""What the C library does with memory that the host's programs free."""
+"""The machine of this process: its CPU cores, and what its C library does with memory that programs free."""
 
 import ctypes
 import glob
+import os
 
 ACCELERATORS = ("/dev/accel*", "/dev/vfio/[0-9]*", "/dev/nvidia[0-9]*", "/dev/kfd")
 _M_TRIM_THRESHOLD, _M_MMAP_MAX, _M_ARENA_MAX = -1, -4, -8  # of mallopt(3), which only the GNU C library has
+
+
+def available_cores() -> int:
+    """CPU cores that this process may run on; where the system does not say, those of the machine."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def return_freed_memory() -> None:
