@@ -300,7 +300,7 @@ def _run(
 ) -> tuple[RowState, Trajectory | None, jax.Array | None]:
     """Decodes until `wanted` rows are finished, for at most `most` passes: (next state, what was recorded, drafts).
 
-    `recorded` is the most forwards that are recorded; the drafts are `count_drafts` of all forwards together, [B, 2].
+    `recorded` is the most passes that are recorded; the drafts are `count_drafts` of all passes together, [B, 2].
     """
     model, decoder = nnx.merge(compiled.graphdef, params), compiled.decoder
 

@@ -48,7 +48,7 @@ def count_drafts(
 ) -> Int32[Array, "B 2"]:
     """(drafts that a forward pass has verified, those of them that it has committed) of each row.
 
-    `told` is what the forward tells of plans and drafts, `active` the rows that took part, `capacity` places of a text.
+    `told` is what the pass tells of plans and drafts, `active` the rows that took part, `capacity` places of a text.
     """
     drafts = [one for one in told if one.chances is None]
     if not drafts:
