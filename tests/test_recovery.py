@@ -65,7 +65,12 @@ def test_what_does_not_help_is_given_up_with_a_diagnosis(tmp_path):
 
 
 def after(step, in_a_row=0, state=None):
-    metrics = {"in_a_row": jnp.int32(in_a_row), "loss": jnp.float32(jnp.nan), "grad_norm": jnp.float32(1)}
+    metrics = {
+        "in_a_row": jnp.int32(in_a_row),
+        "strangers": jnp.int32(0),
+        "loss": jnp.float32(jnp.nan),
+        "grad_norm": jnp.float32(1),
+    }
     return Now(step, state or make_state(0), metrics, is_end=False, is_preempted=False)
 
 

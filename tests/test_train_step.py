@@ -15,7 +15,7 @@ from helpers import load_config
 
 from refusion_jax.batch.batch import Batch
 from refusion_jax.batch.rows import Rows
-from refusion_jax.cli.errors import SettingError
+from refusion_jax.cli.errors import SettingError, UserError
 from refusion_jax.config import default_config, make_objective
 from refusion_jax.config.model import model_config
 from refusion_jax.distributed import sharding
@@ -24,8 +24,11 @@ from refusion_jax.model.int8 import round_to
 from refusion_jax.model.quantized_training import DTYPES, quantized_linear
 from refusion_jax.model.shape import ModelConfig
 from refusion_jax.model.transformer import Transformer
+from refusion_jax.systems.registry import find_system
+from refusion_jax.training.loop import Now
 from refusion_jax.training.optimizer import make_optimizer, make_schedule
 from refusion_jax.training.program import train_program
+from refusion_jax.training.recovery import Health
 from refusion_jax.training.train_step import add_wide, init_state, make_train_step, noise_keys, wide_to_int
 
 BATCH, ROW, STEPS = 16, 24, 3
@@ -122,6 +125,29 @@ def test_a_step_draws_its_noise_from_the_seed_and_its_number():
     assert losses(0) == losses(0)
 
 
+@pytest.mark.parametrize("part", ["inputs", "labels"])
+def test_a_batch_with_what_is_no_token_trains_nothing_and_ends_the_run(part):
+    """Such ids would be read, or learnt, as other tokens; labels without a weight may be anything."""
+
+    class Odd(find_system("ar").objective):
+        def corrupt(self, rows, keys):
+            batch = super().corrupt(rows, keys)
+            batch = batch.replace(labels=jnp.where(batch.weights["ar"] > 0, batch.labels, -100))
+            return batch.replace(**{part: jnp.where(getattr(batch, part) == 7, 999, getattr(batch, part))})
+
+    graphdef, params = nnx.split(tiny_model())
+    step_fn = jax.jit(make_train_step(graphdef, Odd(), optax.sgd(0.1), lambda _: 0.1, 0, 1))
+    health, state, odd = Health(3), init_state(nnx.to_pure_dict(params), optax.sgd(0.1)), random_rows(0)
+    for step, rows in enumerate((dataclasses.replace(odd, tokens=np.where(odd.tokens == 7, 8, odd.tokens)), odd)):
+        before, (state, metrics) = state, step_fn(state, rows)
+        assert all(jax.tree.leaves(jax.tree.map(jnp.array_equal, before.params, state.params))) == (step == 1)
+        health.after_step(now := Now(step, state, metrics, is_end=False, is_preempted=False))
+    with pytest.raises(
+        UserError, match="objective: [1-9][0-9]* inputs or labels with a weight of step 1 are no tokens"
+    ):
+        health.before_save(now)
+
+
 @pytest.mark.thorough
 def test_the_learning_rate_that_is_logged_is_the_one_that_was_applied():
     """After a step that does not count, the optimizer's schedule is where it was."""
@@ -155,7 +181,8 @@ def test_metrics_count_tokens_and_report_every_term():
     program, mesh = program_of(objective="ar")
     with jax.set_mesh(mesh):
         _, metrics = jax.eval_shape(program.step, program.target, program.rows)
-    assert set(metrics) == {"loss", "loss_ar", "grad_norm", "learning_rate", "tokens", "skipped", "in_a_row"}
+    internal = {"in_a_row", "strangers"}
+    assert set(metrics) == {"loss", "loss_ar", "grad_norm", "learning_rate", "tokens", "skipped", *internal}
 
 
 def test_a_token_count_passes_32_bits():

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float32, Int, Int32, Key
 
@@ -74,9 +75,13 @@ class Objective(abc.ABC):
         if found != expected:
             raise UserError(f"{name}: has weights of {found}, and coefficients of {expected}")
         B, T = np.shape(rows.tokens)
+        dtypes = {"weights": jnp.float32} | dict.fromkeys(("inputs", "positions", "labels"), jnp.int32)
         for at, x in jax.tree.leaves_with_path(batch):
+            part, dtype = f"{name}: batch{jax.tree_util.keystr(at)}", jnp.result_type(x)
             if x.shape != (shape := (B, self.input_length(T))):
-                raise UserError(f"{name}: batch{jax.tree_util.keystr(at)} is of shape {x.shape}, not (B, T) = {shape}")
+                raise UserError(f"{part} is of shape {x.shape}, not (B, T) = {shape}")
+            if dtype != (expected := jnp.dtype(dtypes.get(at[0].name, dtype))):
+                raise UserError(f"{part} is of {dtype}, not {expected}")
         return batch
 
 

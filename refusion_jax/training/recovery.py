@@ -66,7 +66,7 @@ class Health:
         self.is_in_doubt = False  # whether the newest step that was checked does not count
 
     def after_step(self, now: Now) -> None:
-        """A hook of every step; RollBack where too many steps in a row do not count."""
+        """A hook of every step; RollBack where too many steps in a row do not count, UserError where none could."""
         self._pending.append((now.step, now.metrics))
         if len(self._pending) > _LATE:
             self._check()
@@ -87,6 +87,8 @@ class Health:
         self.is_in_doubt = in_a_row > 0
         if not self.is_in_doubt:
             return
+        if count := int(metrics["strangers"]):
+            raise UserError(f"--config.objective: {count} inputs or labels with a weight of step {step} are no tokens")
         loss, norm = (float(metrics[name]) for name in ("loss", "grad_norm"))
         which = "" if np.isfinite([loss, norm]).all() else first_bad(metrics)
         why = f"step {step} does not count (loss {loss:.6g}, gradient norm {norm:.6g}{which})"

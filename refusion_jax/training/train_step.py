@@ -3,7 +3,7 @@
 Noise depends on (seed, step, index of the row in the batch) and all normalizers are counted over the global batch
 before anything is split, so the result does not depend on devices, hosts or accumulation.
 
-Axes: B rows of the global batch, A micro-batches, T row length.
+Axes: B rows of the global batch, A micro-batches, T row length, V vocabulary.
 """
 
 import dataclasses
@@ -18,7 +18,7 @@ from flax import nnx, struct
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, ArrayLike, Bool, Float32, Int32, UInt32
 
-from refusion_jax.batch.batch import weigh
+from refusion_jax.batch.batch import is_labelled, weigh
 from refusion_jax.batch.rows import Rows, noise_keys
 from refusion_jax.distributed import sharding
 from refusion_jax.model.experts import balance
@@ -135,7 +135,8 @@ def make_train_step(
 ) -> Callable[[TrainState, Rows], tuple[TrainState, dict[str, Any]]]:
     """Builds the step.
 
-    A step whose loss or gradient is not finite, or whose loss is a spike, leaves weights and optimizer as they are.
+    A step whose loss or gradient is not finite, whose loss is a spike, or whose batch has what is no token, leaves
+    weights and optimizer as they are.
 
     Args:
       graphdef: of the transformer; the state carries its weights.
@@ -170,6 +171,9 @@ def make_train_step(
     def train_step(state: TrainState, rows: Rows):
         batch = objective.batch(rows, noise_keys(seed, state.step, rows.tokens.shape[0]))
         batch = batch.replace(diagnostics={})  # only needed for reports
+        V = nnx.merge(graphdef, state.weights).config.vocab_size
+        # No rows of the embedding: they would be read, and learnt, as other tokens.
+        is_strange = (batch.inputs % V != batch.inputs) | is_labelled(batch) & (batch.labels % V != batch.labels)
 
         grad_fn = jax.value_and_grad(loss_fn, has_aux=True)
         if accumulation == 1:
@@ -190,13 +194,14 @@ def make_train_step(
             "grad_norm": optax.tree.norm(grads),
             "learning_rate": schedule(state.step - state.guard.skipped),  # the optimizer counts the steps that count
             "tokens": add_wide(state.tokens, jnp.sum(rows.segment_ids > 0)),
+            "strangers": jnp.sum(is_strange),
         }
         params = optax.apply_updates(state.params, updates)
         if debug_nans:
             trees = {"weight": state.params, "gradient": grads, "update": updates}
             metrics["finite"] = jax.tree.map(lambda x: jnp.all(jnp.isfinite(x)), trees)
 
-        is_good = jnp.isfinite(loss) & jnp.isfinite(metrics["grad_norm"])
+        is_good = jnp.isfinite(loss) & jnp.isfinite(metrics["grad_norm"]) & (metrics["strangers"] == 0)
         if spike:
             is_good &= (state.guard.good < SPIKE_AFTER) | (loss <= spike * state.guard.loss_mean)
         params, opt_state = jax.tree.map(
