@@ -2,6 +2,7 @@
 
 import dataclasses
 import errno
+import importlib
 import os
 import re
 import shlex
@@ -107,6 +108,18 @@ def test_what_nobody_has_thought_of_is_one_line_and_a_file_with_the_trace(error,
     assert "Traceback (most recent call last)" in file.read_text()
     assert "raise error" in file.read_text()
     file.unlink()
+
+
+def test_an_error_of_a_system_that_is_installed_is_told_with_its_place(tmp_path, monkeypatch, capsys):
+    file = tmp_path / "installed.py"
+    file.write_text("SYSTEM = 'as of an entry point'\ndef fail(_):\n    raise KeyError('where')\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    monkeypatch.setattr("sysconfig.get_paths", lambda: {"purelib": str(ROOT), "platlib": str(tmp_path)})
+    installed = importlib.import_module("installed")
+    with pytest.raises(SystemExit):
+        command.guard(lambda: installed.fail(0))
+    assert f"failed: KeyError: 'where' at {file}:3 (the full trace is in " in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

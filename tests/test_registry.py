@@ -59,6 +59,12 @@ def undecorated(name: str) -> str:
         (copy_of_llada("odd").replace('former={"eps": 1e-3}', 'block_key="eps"'), "UserError: .*no setting 'eps', its"),
         (copy_of_llada("odd").replace('("r2ft",)', '"r2ft"'), "UserError: .*its field decodes has no tuple of names"),
         (copy_of_llada("odd").replace("padding: float", "more: float\n    padding: float"), "TypeError: .*'more'"),
+        (copy_of_llada("odd").replace('name="odd"', 'name=""'), "UserError: system '': it, or a decoder, has no name"),
+        (copy_of_llada("odd").replace("setting(0,", "setting(None,"), "UserError: .*its --decode.steps has no default"),
+        (
+            copy_of_llada("odd").replace("steps: int = setting(0,", "steps: tuple = setting((0, 1),"),
+            "UserError: .*steps has no",
+        ),
         (undecorated("MaskedDiffusion(Objective)"), "UserError: .*its objective has no decorator @dataclass"),
         (undecorated("DiffusionSettings(masked"), "UserError: .*settings class of its decoder 'odd' has no decorator"),
     ],
@@ -153,6 +159,8 @@ def test_two_systems_that_decode_each_others_models_are_registered_one_of_them_t
         (lambda batch: {"diagnostics": {"at": batch.labels[0]}}, r"batch.diagnostics\['at'\] is of shape \(24,\)"),
         (lambda batch: {"visibility": jax.tree.map(lambda x: x[0], batch.visibility)}, r"batch.visibility.* \(24,\)"),
         (lambda _: {}, "returns dict, not a Batch"),
+        (lambda batch: {"labels": batch.labels / 1.0}, "batch.labels is of float32, not int32"),
+        (lambda batch: {"weights": jax.tree.map(half, batch.weights)}, r"batch.weights\['mdm'\] is of bfloat16, no"),
     ],
 )
 def test_a_batch_that_does_not_fit_is_refused_with_the_name_of_its_objective(change, why):
@@ -200,8 +208,12 @@ def test_a_decoder_that_begins_with_no_state_is_refused_by_its_name(monkeypatch)
         decode(sharp_model(), PROMPTS[:2], settings("odd"))
 
 
+def half(x):
+    return x.astype("bfloat16")
+
+
 def half_precise(state):
-    return state.replace(settings=jax.tree.map(lambda x: x.astype("bfloat16"), state.settings))
+    return state.replace(settings=jax.tree.map(half, state.settings))
 
 
 def move(state, **by):

@@ -240,10 +240,13 @@ def _unforeseen(error: BaseException) -> str:
 
 def _own_place(error: BaseException) -> str:
     """Where a file of the user's own, as that of a system, has raised an error or called what did; empty: nowhere."""
-    known = [os.path.dirname(os.path.dirname(__file__)), *sysconfig.get_paths().values()]
-    frames = traceback.extract_tb(error.__traceback__)
-    own = [f for f in frames if os.path.isfile(f.filename) and not f.filename.startswith(tuple(known))]
-    return f" at {own[-1].filename}:{own[-1].lineno}" if own else ""
+    package, libraries = os.path.dirname(os.path.dirname(__file__)), tuple(sysconfig.get_paths().values())
+    for frame, line in reversed([*traceback.walk_tb(error.__traceback__)]):
+        file = frame.f_code.co_filename
+        is_library = file.startswith(libraries) and "SYSTEM" not in frame.f_globals  # a system may be installed, too
+        if os.path.isfile(file) and not is_library and not file.startswith(package):
+            return f" at {file}:{line}"
+    return ""
 
 
 def config_fault(argv: Sequence[str], names: Iterable[str]) -> UserError | None:

@@ -110,12 +110,17 @@ def _missing(system: System) -> Iterator[tuple[str, str]]:
         yield "its objective", f"setting {system.block_key!r}, its block_key"
     if not isinstance(system.decodes, tuple):
         yield "its field decodes", "tuple of names"
+    if not all({system.name, *system.decoders}):
+        yield "it, or a decoder,", "name"
     for name, decoder in system.decoders.items():
         part = f"its decoder {name!r}"
         yield from _lacking(part, decoder, Decoder)
         yield from _lacking(f"the settings class of {part}", getattr(decoder, "settings", None), Settings)
         if name not in system.references:
             yield part, "reference"
+        for key, own in declared(decoder.settings).items():
+            if not isinstance(own.default, bool | int | float | str):
+                yield f"its --decode.{key}", "default that is a number, text or bool"
 
 
 def _lacking(part: str, owner: Any, base: type) -> Iterator[tuple[str, str]]:
