@@ -110,6 +110,13 @@ def request_of(engine, prompt, new):
     return engine.check(Request(prompt, settings=settings("ar", new=new, eos_id=29)))
 
 
+@pytest.mark.parametrize("method", ["refusion", "dense_plan"])
+def test_a_request_may_ask_for_no_speculation_where_a_server_speculates_by_itself(method):
+    own = settings(method, speculate="auto", cache_length=64)
+    asked = Request([BOS, 5], settings=dataclasses.replace(own, speculate="0"))
+    assert Engine(sharp_model(), own, rows=2).check(asked).settings.speculate == "0"
+
+
 def test_short_answers_do_not_wait_for_a_long_one(engine):
     engine, model, own = engine
     told = Told()

@@ -21,12 +21,13 @@ from refusion_jax.cli.errors import UserError
 from refusion_jax.cli.settings import scope
 from refusion_jax.decoding import cache as kv
 from refusion_jax.decoding.requests import (
+    PREFILL_CHUNK,
     ROUNDING,
     Layout,
     Places,
     Request,
     most_new_tokens,
-    prefill_chunk,
+    rounded_up,
     text_capacity,
 )
 from refusion_jax.decoding.sampling import Record, mask_logits, probability, put, sample, select
@@ -138,7 +139,7 @@ class Decoder(abc.ABC):
         common = {name: getattr(settings, name) for name in names}
         common |= {"ids": TokenIds.of(settings, model), "new_tokens": most_new_tokens(requests)}
         if cls.copies_prefix:
-            common["chunk"] = prefill_chunk(requests)
+            common["chunk"] = min(PREFILL_CHUNK, rounded_up(max(len(request.given[0]) for request in requests)))
         return cls(**common | own)
 
     @classmethod

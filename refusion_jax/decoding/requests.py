@@ -23,7 +23,7 @@ from refusion_jax.model.shape import ModelConfig
 
 ROUNDING = 32  # cache lengths are multiples of this, so that few programs are compiled
 _TOKENS = "token ids, as the encode_prompts of a tokenizer makes of each text"
-_CHUNK = 256  # given tokens per forward of the prefill, at most
+PREFILL_CHUNK = 256  # given tokens per forward of the prefill, at most
 
 
 @dataclasses.dataclass(frozen=True)
@@ -154,11 +154,6 @@ def text_capacity(requests: Sequence[Request]) -> int:
     """Length of the longest text, rounded up so that few sizes are compiled; at least the setting `cache_length`."""
     text = max(request.length for request in requests)
     return max(requests[0].settings.cache_length, rounded_up(text))
-
-
-def prefill_chunk(requests: Sequence[Request]) -> int:
-    """Given tokens per forward of the prefill."""
-    return min(_CHUNK, rounded_up(max(len(request.given[0]) for request in requests)))
 
 
 def prepare(requests: Sequence[Sequence[int] | Request], settings: Settings, model: ModelConfig) -> list[Request]:

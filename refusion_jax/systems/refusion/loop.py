@@ -109,7 +109,7 @@ class SlotDecoder(Decoder):
             slots=max(len(slots_of(request)) for request in requests),
             block_slots=block_slots,
             width=K * max(map(cls.slots_of_a_forward, requests)),
-            budget=max(request.settings.budget for request in requests),
+            budget=max(0, *(request.settings.budget for request in requests)),  # which "auto" has, too
             cache_length=text_capacity(requests) + block_slots * K,
         )
 
