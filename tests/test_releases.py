@@ -176,6 +176,7 @@ CONTRADICTIONS = [  # what config.json says of a family (...: nothing), and what
     ("qwen3", {"rope_scaling": {"factor": 4.0}}, 'rope_scaling={"factor": 4.0} is not supported'),
     ("qwen3", {"rope_scaling": SCALED | {"type": "default"}}, "rope_scaling=.* is not supported"),
     ("qwen3", {"rope_scaling": SCALED | {"rope_type": ["linear"]}}, "rope_scaling=.* is not supported"),
+    ("qwen3", {"rope_parameters": {"long_factor": [1.0] * 64, "rope_type": "longrope"}}, r"\(rope_type=longrope\)"),
     ("qwen3", {"rope_scaling": SCALED, "rope_parameters": {"rope_theta": 9.0}}, "rope_scaling and rope_parameters say"),
     ("qwen3", {"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor.* is not supported"),
     ("qwen3", {"rope_scaling": LLAMA3 | {"low_freq_factor": 8.0, "original_max_position_embeddings": 32}}, "less than"),
@@ -246,16 +247,21 @@ def test_what_config_json_leaves_out_is_the_familys_default(family, expected, tm
 def test_of_several_tokens_that_end_a_text_an_answer_ends_with_the_templates_or_the_tokenizers(tmp_path):
     pieces = SentencePieceTokenizer.train(["hello world, this is a text. " * 3] * 9, 290)
     described = huggingface_config.describe(tiny_config(vocab_size=320, num_tokens=290, mask_token_id=4), "float32")
-    chat = load_tokenizer_file(write_tokenizer(tmp_path, eos_token="<|endoftext|>"), "<mask>")  # Gemma 3's ends no turn
-    (turn,) = chat.encode_chat(["<|im_end|>"])[0]
-    for tokenizer, ids, expected in (
-        (pieces, [9, pieces.eos_id, 8], pieces.eos_id),
-        (pieces, [9, 8], 9),
-        (chat, [9, chat.eos_id, turn], turn),
-        (chat, [9, chat.eos_id], chat.eos_id),
-    ):
+    for ids, expected in (([9, pieces.eos_id, 8], pieces.eos_id), ([9, 8], 9)):
         (tmp_path / "config.json").write_text(json.dumps(described | {"eos_token_id": ids}))
-        assert huggingface_config.read_model_config(epath.Path(tmp_path), tokenizer).eos_token_id == expected
+        assert huggingface_config.read_model_config(epath.Path(tmp_path), pieces).eos_token_id == expected
+    chat = write_tokenizer(tmp_path / "chat", eos_token="<|endoftext|>")  # Gemma 3's ends no turn
+    turn, document = load_tokenizer_file(chat, "<mask>").encode_chat(["<|im_end|><|endoftext|>"])[0]
+    (tmp_path / "run").mkdir()
+    for ids, expected in (([9, document, turn], turn), ([9, document], document), (turn, document)):
+        (tmp_path / "chat" / "config.json").write_text(json.dumps(described | {"eos_token_id": ids}))
+        tokenizer = load_tokenizer_file(chat, "<mask>")
+        if isinstance(ids, list):
+            assert huggingface_config.read_model_config(epath.Path(chat.parent), tokenizer).eos_token_id == expected
+        for name, content in tokenizer.files.items():
+            (tmp_path / "run" / name).write_bytes(content)
+        again = load_tokenizer_file(tmp_path / "run" / "tokenizer.json", "<mask>")
+        assert (tokenizer.eos_id, again.eos_id, again.files) == (expected, expected, tokenizer.files)
 
 
 def test_a_mask_token_that_config_json_leaves_open_is_the_tokenizers(tmp_path):

@@ -11,11 +11,11 @@ import jax.numpy as jnp
 import pytest
 import sentencepiece
 import tokenizers
-from conftest import serving
+from conftest import serving, sharp_model
 from etils import epath
-from helpers import tiny_qwen3, write_tokenizer
+from helpers import write_tokenizer
 
-from refusion_jax import DecodeSettings, UserError
+from refusion_jax import DecodeSettings, Request, UserError, decode, load_model
 from refusion_jax.config import default_config
 from refusion_jax.config.model import model_config
 from refusion_jax.data import tasks
@@ -25,6 +25,7 @@ from refusion_jax.data.tokenizer import SentencePieceTokenizer
 from refusion_jax.decoding.prompts import read_request
 from refusion_jax.decoding.sampling import mask_logits
 from refusion_jax.decoding.settings import TokenIds
+from refusion_jax.model import huggingface
 from refusion_jax.model.shape import ModelConfig
 
 TEMPLATE = (
@@ -204,10 +205,17 @@ def test_tokens_are_spelled_as_they_stand_in_a_text_whose_first_space_is_the_tok
 
 
 @pytest.mark.thorough
-def test_a_completion_goes_on_after_its_prompt_with_all_spaces(tmp_path):
-    tiny_qwen3(tmp_path, eos_token_id=2)
-    write_llama(tmp_path)
-    with serving(f"--checkpoint={tmp_path}", "--decode.method=ar", "--decode.batch_size=1") as address:
+def test_a_completion_goes_on_after_its_prompt_with_all_spaces_and_before_what_follows(tmp_path):
+    huggingface.save(sharp_model(vocab_size=512, num_tokens=512), tmp_path)
+    tokenizer = load_tokenizer_file(write_llama(tmp_path), "<mask>")
+    suffix = tokenizer.encode_inside("ab")
+    assert [tokenizer.name_of(token) for token in suffix] == ["a", "b"]
+    (prompt,), model = tokenizer.encode(["a"]), load_model(tmp_path)
+    out = decode(model, [Request(prompt, (8, suffix))], DecodeSettings("refusion", max_new_tokens=8))
+    with serving(f"--checkpoint={tmp_path}", "--decode.method=refusion", "--decode.batch_size=1") as address:
+        how = {"prompt": "a", "suffix": "ab", "max_tokens": 8, "commits": True}
+        (one,) = httpx.post(f"{address}/v1/completions", json=how, timeout=60).json()["choices"]
+        assert [token for _, token in sorted(one["commits"])] == out.tokens[0][:8]
         how = {"prompt": "a", "guided_choice": [" b  ab"], "echo": True, "logprobs": 1, "max_tokens": 32}
         (one,) = httpx.post(f"{address}/v1/completions", json=how, timeout=60).json()["choices"]
         events = httpx.post(f"{address}/v1/completions", json=how | {"stream": True}, timeout=60).text
@@ -352,7 +360,7 @@ def test_files_that_will_not_do_are_named(tmp_path):
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"pad_id": 3}, "has no mask token '<mask>': name its own with --mask_piece"),
+        ({"pad_id": 3}, "has no mask token '<mask>': name its own with --mask_piece .* take a tokenizer.json"),
         ({"control_symbols": ["<mask>"]}, "has no pad token"),
     ],
 )

@@ -13,7 +13,7 @@ from refusion_jax.data.chat_template import ChatTemplate
 from refusion_jax.data.examples import Messages
 from refusion_jax.data.interface import Tokenizer
 from refusion_jax.data.tokenizer import MASK_PIECE, SentencePieceTokenizer, byte_of
-from refusion_jax.distributed.json_files import parse_json
+from refusion_jax.distributed.json_files import parse_json, read_json
 from refusion_jax.distributed.storage import read_file
 
 MASK_TOKEN = "<|mask|>"  # ReFusion's on Qwen3's vocabulary
@@ -89,29 +89,43 @@ class FastTokenizer(Tokenizer):
         self._tokenizer.no_truncation()  # of a file for other uses: texts are never cut or filled up here
         self._tokenizer.no_padding()
         if thinking not in (None, config.enable_thinking):
-            config.enable_thinking = thinking
-            changed = json.loads(self._config_content) | {"enable_thinking": thinking}
-            self._config_content = json.dumps(changed, indent=2).encode() + b"\n"
-        self.thinking = config.enable_thinking
+            self._change_config(enable_thinking=thinking)
+        self.thinking = config.enable_thinking if thinking is None else thinking
         own = path.with_name("chat_template.jinja")
         self._template_source = read_file(own).decode(errors="replace") if own.exists() else config.chat_template
-        self._template = None
         if self._template_source:
             self.has_chat_template = True
             self._template = ChatTemplate(self._template_source, f"{own if own.exists() else file}")
         self._special = config.special
+        if self.has_chat_template and (model := path.with_name("config.json")).exists():
+            self._end_as_in_turns(read_json(model).get("eos_token_id"))
         ids = {kind: self._tokenizer.token_to_id(self._special.get(f"{kind}_token", "")) for kind in _KINDS}
         if ids["eos"] is None:
             raise UserError(f"{file} names no eos_token")
         bos_id, self.eos_id, pad_id = (-1 if found is None else found for found in ids.values())
         # SmolLM2, among others, names a bos token that never begins a text.
-        begins = config.add_bos_token
-        if begins is None:
-            begins = self._tokenizer.encode("").ids[:1] == [bos_id]
-        self.bos_id = bos_id if begins else -1
+        begins = self._tokenizer.encode("").ids[:1] == [bos_id]
+        self.bos_id = bos_id if (begins if config.add_bos_token is None else config.add_bos_token) else -1
         self.pad_id = -1 if pad_id == self.eos_id else pad_id  # no decoder writes padding, and each has to write EOS
         self.mask_id = self._find_mask(mask_piece)
         (self._letter,) = self.encode(["a"])
+
+    def _change_config(self, **changed: Any) -> None:
+        self._config_content = json.dumps(json.loads(self._config_content) | changed, indent=2).encode() + b"\n"
+
+    def _end_as_in_turns(self, ends: Any) -> None:
+        """Of several tokens that end a text, makes EOS that which the chat template writes after an answer.
+
+        Gemma 3's tokenizer names another, which ends documents alone: a model that is adapted to end its answers by
+        that would go on after the end of a turn, which its weights have learnt and its history shows.
+        """
+        if isinstance(ends, list):
+            turns = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "!"}]
+            (written,) = self.encode_chat([self.render_chat(turns)])
+            end = next((self.name_of(token) for token in written if token in ends), None)
+            if end not in (None, self._special.get("eos_token")):
+                self._special["eos_token"] = end
+                self._change_config(eos_token=end)
 
     def _find_mask(self, given: str | int) -> int:
         """The mask token; one of its own is added where there is none."""
@@ -130,10 +144,7 @@ class FastTokenizer(Tokenizer):
 
     @property
     def files(self) -> dict[str, bytes]:
-        files = {
-            "tokenizer.json": self._tokenizer.to_str().encode(),
-            "tokenizer_config.json": self._config_content,
-        }
+        files = {"tokenizer.json": self._tokenizer.to_str().encode(), "tokenizer_config.json": self._config_content}
         return files | ({"chat_template.jinja": self._template_source.encode()} if self._template_source else {})
 
     @property
@@ -153,7 +164,7 @@ class FastTokenizer(Tokenizer):
 
     def encode_prompts(self, texts: list[str | Messages | None]) -> list[list[int]]:
         """Ids of prompts in the chat template: a string is the turn of a user; messages are the turns they say."""
-        if self._template is None or isinstance(texts, str):
+        if not self.has_chat_template or isinstance(texts, str):
             return super().encode_prompts(texts)
         rendered = []
         for text in texts:

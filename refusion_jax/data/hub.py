@@ -5,17 +5,17 @@ from refusion_jax.cli.errors import UserError, first_line, needs
 PREFIX = "hf://datasets/"
 
 
-def pinned(pattern: str) -> str:
-    """The pattern at the commit that the revision, or main, is now, so that its files stay the same."""
+def pinned(pattern: str, flag: str = "--input") -> str:
+    """The pattern, given by a flag, at the commit that the revision, or main, is now: its files stay the same."""
     if not pattern.startswith("hf://"):
         return pattern
     if not pattern.startswith(PREFIX):
-        raise UserError(f"--input={pattern}: is no data set; those are {PREFIX}ORG/NAME")
+        raise UserError(f"{flag}={pattern}: is no data set; those are {PREFIX}ORG/NAME")
     with needs("hub"):
         from huggingface_hub import HfApi, HfFileSystem
     try:
         found = HfFileSystem().resolve_path(pattern)
         commit = HfApi().dataset_info(found.repo_id, revision=found.revision).sha
     except Exception as error:  # noqa: BLE001  of the Hub, of the network, of a name that is none
-        raise UserError(f"--input={pattern}: {first_line(error)}") from error
+        raise UserError(f"{flag}={pattern}: {first_line(error)}") from error
     return "/".join(filter(None, [f"{PREFIX}{found.repo_id}@{commit}", found.path_in_repo]))

@@ -49,14 +49,6 @@ class Tokenizer(abc.ABC):
         bos = [self.bos_id] if self.bos_id >= 0 else []
         return [bos + ids for ids in self.encode([plain_prompt(text) for text in texts])]
 
-    def end_of_answer(self, ends: list[int]) -> int:
-        """Of ids that end a text, that which the chat template writes after an answer, or else EOS, or the first.
-
-        The EOS of Gemma 3's tokenizer ends documents alone, and Llama 3's first one, too.
-        """
-        (written,) = self.encode_prompts([(("user", "?"), ("assistant", "!"))])
-        return next((token for token in [*written, self.eos_id, *ends] if token in ends), -1)
-
     @abc.abstractmethod
     def decode(self, ids: list[int]) -> str:
         """Text of token ids, without special tokens."""

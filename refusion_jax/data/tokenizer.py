@@ -41,7 +41,7 @@ class SentencePieceTokenizer(Tokenizer):
         if self.mask_id == self._pieces.unk_id():
             raise UserError(
                 f"{origin} has no mask token {mask_piece!r}: name its own with --mask_piece (of `train` "
-                f"--config.data.mask_piece), or train a tokenizer that has one"
+                f"--config.data.mask_piece), train one that has it, or take a tokenizer.json, to which one is added"
             )
         for name in ("bos", "eos", "pad"):
             if getattr(self, f"{name}_id") < 0:
@@ -55,12 +55,13 @@ class SentencePieceTokenizer(Tokenizer):
         At most `vocab_size` pieces, of which 261 are bytes and special tokens; a small corpus yields fewer. UserError
         where that is too few for the corpus.
         """
-        lines = [piece for text in texts for line in text.splitlines(keepends=True) for piece in _cut(line)]
-        stride = -(-len(lines) // _MOST_LINES)
+        lines = (line for text in texts for line in text.splitlines(keepends=True))
+        pieces = [line[i : i + _LONGEST_LINE] for line in lines for i in range(0, len(line), _LONGEST_LINE)]
+        stride = -(-len(pieces) // _MOST_LINES)
         model = io.BytesIO()
         try:
             sentencepiece.SentencePieceTrainer.train(
-                sentence_iterator=iter(lines[::stride]),
+                sentence_iterator=iter(pieces[::stride]),
                 model_writer=model,
                 model_type="bpe",
                 vocab_size=vocab_size,
@@ -119,7 +120,3 @@ class SentencePieceTokenizer(Tokenizer):
 def byte_of(piece: str) -> bytes:
     """The byte that a piece such as <0x0A> stands for."""
     return bytes([int(piece[1:-1], 16)])
-
-
-def _cut(line: str) -> list[str]:
-    return [line[i : i + _LONGEST_LINE] for i in range(0, len(line), _LONGEST_LINE)]

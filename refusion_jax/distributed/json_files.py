@@ -62,7 +62,9 @@ def parse_json(content: bytes, kind: type[_T], where: str, extra: Literal["forbi
 def first_fault(error: pydantic.ValidationError) -> str:
     """The first field at fault, if it is one, and what it must be."""
     first = error.errors(include_url=False, include_context=False, include_input=False)[0]
-    return ": ".join(filter(None, (".".join(map(str, first["loc"])), first["msg"].removeprefix("Value error, "))))
+    newer = "is unknown to this version; a newer one may have written it"
+    said = newer if first["type"] == "unexpected_keyword_argument" else first["msg"].removeprefix("Value error, ")
+    return ": ".join(filter(None, (".".join(map(str, first["loc"])), said)))
 
 
 def to_type(value: Any, kind: type[_T], where: str) -> _T:

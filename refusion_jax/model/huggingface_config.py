@@ -109,20 +109,19 @@ def read_model_config(
         shape["no_rope_layer_interval"] = _no_rope_interval(file, given.no_rope_layers, given.num_hidden_layers)
     shape["num_key_value_heads"] = given.num_key_value_heads or given.num_attention_heads
     shape["head_dim"] = given.head_dim or given.hidden_size // given.num_attention_heads
-    if mask_token_id is None:
-        mask_token_id = given.mask_token_id
-    if mask_token_id is None and tokenizer:
-        mask_token_id = tokenizer.mask_id
-    mask = -1 if mask_token_id is None else mask_token_id
+    masks = (mask_token_id, given.mask_token_id, tokenizer.mask_id if tokenizer else None, -1)
+    mask = next(token for token in masks if token is not None)
     if tokenizer and tokenizer.size > given.vocab_size:
         if tokenizer.size > given.vocab_size + _ADDED:
             raise UserError(f"{path}: a tokenizer of {tokenizer.size} ids is not that of {given.vocab_size} rows")
         shape["vocab_size"] = -(-tokenizer.size // 128) * 128
     if not -1 <= mask < shape["vocab_size"]:
         raise UserError(f"mask_token_id={mask} is no row of the embedding; {path} has {shape['vocab_size']}")
-    ids = {f"{kind}_token_id": _first(getattr(given, f"{kind}_token_id")) for kind in ("pad", "bos", "eos")}
-    if tokenizer and isinstance(given.eos_token_id, list):
-        ids["eos_token_id"] = tokenizer.end_of_answer(given.eos_token_id)
+    end = given.eos_token_id
+    if isinstance(end, list):
+        end = tokenizer.eos_id if tokenizer and tokenizer.eos_id in end else next(iter(end), None)
+    ids = {"pad_token_id": given.pad_token_id, "bos_token_id": given.bos_token_id, "eos_token_id": end}
+    ids = {name: -1 if token is None else token for name, token in ids.items()}
     if ids["pad_token_id"] == ids["eos_token_id"]:
         ids["pad_token_id"] = -1  # no decoder writes padding, and each has to write EOS
     ours = given.refusion_jax
@@ -220,11 +219,12 @@ def _one_rope(file: epath.Path, given: Config, scaling: Any, theta: float) -> tu
     """
     said = dict(scaling) if isinstance(scaling, dict) else {"": scaling}
     kinds = {str(said.pop(key)) for key in ("rope_type", "type") if key in said} or {"default"}
-    names = _ROPES.get(kinds.pop()) if len(kinds) == 1 else None  # both keys may be there, and say the same
+    names = _ROPES.get(*kinds) if len(kinds) == 1 else None  # both keys may be there, and say the same
     theta, part = said.pop("rope_theta", theta), said.pop("partial_rotary_factor", given.partial_rotary_factor)
     if names is None or said.keys() != {*names} or part != given.partial_rotary_factor:
         raise UserError(
-            f"{file}: rope_scaling={json.dumps(scaling)[:90]} is not supported; we read linear and that of Llama 3"
+            f"{file}: rope_scaling={json.dumps(scaling)[:90]} is not supported (rope_type={', '.join(sorted(kinds))}); "
+            f"we read linear and that of Llama 3"
         )
     return theta, tuple(said[name] for name in names)
 
@@ -242,11 +242,6 @@ def _no_rope_interval(file: epath.Path, kinds: list[int], layers: int) -> int:
             f"times 1, or 0 for every n-th"
         )
     return every
-
-
-def _first(token_id: int | list[int] | None) -> int:
-    """-1 where there is none; the first of several."""
-    return -1 if token_id in (None, []) else token_id[0] if isinstance(token_id, list) else token_id
 
 
 def describe(c: ModelConfig, dtype: str, objective: str | None = None) -> dict[str, Any]:
