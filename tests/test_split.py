@@ -17,7 +17,7 @@ from conftest import PROMPTS, run, settings, sharp_model, start
 from etils import epath
 from flax import nnx
 from helpers import wait_until
-from test_split_server import key, link_to, model, served  # noqa: F401  some are fixtures
+from test_split_server import key, link_to, model, served, stamp_of  # noqa: F401  some are fixtures
 
 from refusion_jax import decode
 from refusion_jax.checkpoints.load import open_weights, read_model_config, reader_of
@@ -209,6 +209,25 @@ def test_the_choice_of_a_cut_keeps_both_limits_and_gives_up_least():
     for each in choice.Setup(config, device, server, network, wanted).candidates(decoder):
         expected = device.seconds(each.layers, each.fed) + device.each * each.fed
         assert each.parts["the device"] == pytest.approx(expected, rel=0.01)
+
+
+def test_what_is_measured_decides_where_to_cut(served, model, key, capsys):
+    """--auto sets the flags that it stands for and says so; limits that nothing keeps are refused."""
+    requests = prepare(PROMPTS, settings(), model.config)
+
+    def chosen(latency):
+        own = flags.FlagValues()
+        device.define_flags(own)
+        own(["device", f"--key={key}", f"--server=127.0.0.1:{served[1].port}", "--auto", f"--latency={latency}"])
+        decoder = decoder_on_link(requests, model.config)
+        device.choose_flags(own, model.config, stamp_of(model), requests, decoder)
+        return own
+
+    own = chosen(1e6)
+    assert own.layers in range(1, model.config.num_hidden_layers)
+    assert f"--layers={own.layers} --weights={own.weights} --cache={own.cache}" in capsys.readouterr().err
+    with pytest.raises(UserError, match="nothing keeps both limits"):
+        chosen(1e-6)
 
 
 def test_plan_says_where_to_cut():
