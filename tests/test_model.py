@@ -23,9 +23,11 @@ from refusion_jax.model import flops, layers, one_cpu
 from refusion_jax.model.abstract import abstract_transformer
 from refusion_jax.model.approximate_head import rounded_head, shortlisted_logits
 from refusion_jax.model.attention import attention
+from refusion_jax.model.families import FAMILIES
 from refusion_jax.model.int8 import Int4Array, Int8Array, widened
 from refusion_jax.model.layers import linear_outputs_first, rope_rotation, rotate
 from refusion_jax.model.lora import INPUTS, Lora, add_adapters
+from refusion_jax.model.stack import norm
 from refusion_jax.model.transformer import Transformer, logical_axes
 from refusion_jax.systems import registry
 
@@ -347,6 +349,16 @@ def test_as_many_rows_as_the_vocabulary_are_the_exact_head():
 
 
 ROWS = Rows(np.ones((2, 5), np.int32), np.ones((2, 5), np.int32), np.ones((2, 5), bool))
+
+
+@pytest.mark.parametrize(("family", "rounded"), [("llama", 2), ("gemma3_text", 1)])
+def test_a_norm_in_bfloat16_is_rounded_no_more_often_than_transformers_rounds_it(family, rounded):
+    rng = np.random.default_rng(0)
+    x, scale = (jnp.asarray(rng.normal(size=shape), jnp.bfloat16) for shape in ((4, 64), (64,)))
+    wide, c = np.asarray(x, np.float64), tiny_config(family=family)
+    offset = FAMILIES[family].norm_offset
+    expected = wide / np.sqrt(np.mean(wide**2, -1, keepdims=True) + c.rms_norm_eps) * (np.float64(scale) + offset)
+    np.testing.assert_allclose(np.asarray(norm(x, scale, c), np.float64), expected, rtol=rounded * 1.01 * 2**-8)
 
 
 def test_a_wrong_shape_is_reported_where_it_is_made():

@@ -116,8 +116,7 @@ class FastTokenizer(Tokenizer):
     def _end_as_in_turns(self, ends: Any) -> None:
         """Of several tokens that end a text, makes EOS that which the chat template writes after an answer.
 
-        Gemma 3's tokenizer names another, which ends documents alone: a model that is adapted to end its answers by
-        that would go on after the end of a turn, which its weights have learnt and its history shows.
+        Gemma 3's tokenizer names another, which ends documents alone: adapted to that, a model goes on after turns.
         """
         if isinstance(ends, list):
             turns = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "!"}]
