@@ -67,7 +67,7 @@ def test_what_does_not_help_is_given_up_with_a_diagnosis(tmp_path):
 def after(step, in_a_row=0, state=None):
     metrics = {
         "in_a_row": jnp.int32(in_a_row),
-        "strangers": jnp.int32(0),
+        "invalid_ids": jnp.int32(0),
         "loss": jnp.float32(jnp.nan),
         "grad_norm": jnp.float32(1),
     }

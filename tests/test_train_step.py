@@ -181,7 +181,7 @@ def test_metrics_count_tokens_and_report_every_term():
     program, mesh = program_of(objective="ar")
     with jax.set_mesh(mesh):
         _, metrics = jax.eval_shape(program.step, program.target, program.rows)
-    internal = {"in_a_row", "strangers"}
+    internal = {"in_a_row", "invalid_ids"}
     assert set(metrics) == {"loss", "loss_ar", "grad_norm", "learning_rate", "tokens", "skipped", *internal}
 
 

@@ -21,7 +21,7 @@ from refusion_jax.training.train_step import wide_to_int
 
 FILE = "metrics.jsonl"
 SAMPLES = "samples.jsonl"  # answers to tasks; the last one to a problem counts
-_NOT_LOGGED = ("in_a_row", "finite", "strangers")  # for internal use
+_NOT_LOGGED = ("in_a_row", "finite", "invalid_ids")  # for internal use
 
 
 class MetricsWriter:

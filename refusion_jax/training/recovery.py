@@ -87,7 +87,7 @@ class Health:
         self.is_in_doubt = in_a_row > 0
         if not self.is_in_doubt:
             return
-        if count := int(metrics["strangers"]):
+        if count := int(metrics["invalid_ids"]):
             raise UserError(f"--config.objective: {count} inputs or labels with a weight of step {step} are no tokens")
         loss, norm = (float(metrics[name]) for name in ("loss", "grad_norm"))
         which = "" if np.isfinite([loss, norm]).all() else first_bad(metrics)

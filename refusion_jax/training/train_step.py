@@ -173,7 +173,7 @@ def make_train_step(
         batch = batch.replace(diagnostics={})  # only needed for reports
         V = nnx.merge(graphdef, state.weights).config.vocab_size
         # No rows of the embedding: they would be read, and learnt, as other tokens.
-        is_strange = (batch.inputs % V != batch.inputs) | is_labelled(batch) & (batch.labels % V != batch.labels)
+        is_invalid = (batch.inputs % V != batch.inputs) | is_labelled(batch) & (batch.labels % V != batch.labels)
 
         grad_fn = jax.value_and_grad(loss_fn, has_aux=True)
         if accumulation == 1:
@@ -194,14 +194,14 @@ def make_train_step(
             "grad_norm": optax.tree.norm(grads),
             "learning_rate": schedule(state.step - state.guard.skipped),  # the optimizer counts the steps that count
             "tokens": add_wide(state.tokens, jnp.sum(rows.segment_ids > 0)),
-            "strangers": jnp.sum(is_strange),
+            "invalid_ids": jnp.sum(is_invalid),
         }
         params = optax.apply_updates(state.params, updates)
         if debug_nans:
             trees = {"weight": state.params, "gradient": grads, "update": updates}
             metrics["finite"] = jax.tree.map(lambda x: jnp.all(jnp.isfinite(x)), trees)
 
-        is_good = jnp.isfinite(loss) & jnp.isfinite(metrics["grad_norm"]) & (metrics["strangers"] == 0)
+        is_good = jnp.isfinite(loss) & jnp.isfinite(metrics["grad_norm"]) & (metrics["invalid_ids"] == 0)
         if spike:
             is_good &= (state.guard.good < SPIKE_AFTER) | (loss <= spike * state.guard.loss_mean)
         params, opt_state = jax.tree.map(
