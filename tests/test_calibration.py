@@ -12,10 +12,12 @@ from absl import flags
 from conftest import run, tiny_config
 from helpers import SHIPPED
 
-from refusion_jax.benchmarks import calibration, gpu
+from refusion_jax.benchmarks import calibration, decode, gpu
 from refusion_jax.benchmarks.calibration import calibrate, left_out_errors, read_runs
 from refusion_jax.benchmarks.headline.tpu_estimates import BATCH_SIZES, faster_up_to, forward_costs, tpu_estimates
+from refusion_jax.checkpoints.load import load_model
 from refusion_jax.distributed.chips import CHIPS, find_chip
+from refusion_jax.model import huggingface
 from refusion_jax.planning.compiler import prepare_environment
 
 RUNS = read_runs()
@@ -186,6 +188,19 @@ def test_a_part_of_bench_gpu_that_fails_is_told_and_the_others_are_measured(tmp_
     section = (tmp_path / "out" / "section.md").read_text()
     assert "| first | RuntimeError: RESOURCE_EXHAUSTED: out / of memory |" in section
     assert "| part | largest error |\n| --- | --- |\n| logits | 0.5 |" in section
+
+
+def test_a_checkpoint_is_decoded_by_the_decoders_of_its_system(tmp_path, monkeypatch):
+    model = load_model(SHIPPED / "model")
+    huggingface.save(model, tmp_path / "theirs", objective="dream")
+    measured = []
+    monkeypatch.setattr(decode, "copy_bandwidth", lambda: 1.0)
+    monkeypatch.setattr(decode, "measure", lambda model, setups, *_: measured.extend(setups) or [])
+    own = flags.FlagValues()
+    decode.define_flags(own)
+    own(["decode", f"--checkpoint={tmp_path / 'theirs'}", "--batch_sizes=1"])
+    decode.main(own)
+    assert measured == ["dream"]
 
 
 def test_the_use_of_several_devices_is_that_of_their_peaks_together(monkeypatch):

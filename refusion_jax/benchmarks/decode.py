@@ -6,10 +6,10 @@
   python -m refusion_jax.bench decode --size=1.7b --dtype=bfloat16 --decode.max_new_tokens=512 --batch_sizes=1
 
 Each --setup is the name of a decoder followed by its own settings, such as --setup='sequential slot_size=4'; by default
-every decoder of the default system. Settings of all of them are flags, as for generate. Without a checkpoint the
-weights are random, in the shape that --size names. For each setup it prints tokens per second, forwards, tokens per
-forward and milliseconds per forward; `bytes` of weights and cache in their dtypes (weights=int8 cache=int8); and
-`of_bandwidth`, the share of the memory bandwidth, as measured by a copy, that reading these bytes once per forward
+every decoder of the system that trained the model. Settings of all of them are flags, as for generate. Without a
+checkpoint the weights are random, in the shape that --size names. For each setup it prints tokens per second, forwards,
+tokens per forward and milliseconds per forward; `bytes` of weights and cache in their dtypes (weights=int8 cache=int8);
+and `of_bandwidth`, the share of the memory bandwidth, as measured by a copy, that reading these bytes once per forward
 takes. Compilation time is printed separately.
 """
 
@@ -42,7 +42,7 @@ from refusion_jax.decoding.settings import Settings
 from refusion_jax.model.shape import ModelConfig
 from refusion_jax.model.transformer import Transformer
 from refusion_jax.systems.api import DecodeSettings, all_settings, decoder_for, read_settings, stream
-from refusion_jax.systems.registry import default_system
+from refusion_jax.systems.registry import default_system, system_of
 
 # hidden size, layers, heads, key/value heads, head size, mlp size, vocabulary, tied embeddings; from 0.6b on Qwen3's
 SIZES = {
@@ -78,7 +78,8 @@ def main(own: flags.FlagValues) -> None:
     batch_sizes = flag_values.read_counts("batch_sizes", own.batch_sizes)
     model = load_model(own.checkpoint, own.dtype) if own.checkpoint else random_model(own.size, own.dtype)
     bandwidth = copy_bandwidth()
-    names = own.setup or default_system().decoders
+    system = system_of(choose_method(epath.Path(own.checkpoint), None)) if own.checkpoint else default_system()
+    names = own.setup or system.decoders
     table = Table("setup", "batch", "tokens/s", "tokens/forward", "ms/forward", "of bandwidth")
     for batch_size in batch_sizes:
         shared = _DEFAULTS | command.given(own) | {"batch_size": batch_size}
