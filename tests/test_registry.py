@@ -60,6 +60,7 @@ def undecorated(name: str) -> str:
         (copy_of_llada("odd").replace('("r2ft",)', '"r2ft"'), "UserError: .*its field decodes has no tuple of names"),
         (copy_of_llada("odd").replace("padding: float", "more: float\n    padding: float"), "TypeError: .*'more'"),
         (copy_of_llada("odd").replace('name="odd"', 'name=""'), "UserError: system '': it, or a decoder, has no name"),
+        (copy_of_llada("odd").replace("steps: int", "width: int"), "UserError: .*its --decode.width has no name"),
         (copy_of_llada("odd").replace("setting(0,", "setting(None,"), "UserError: .*its --decode.steps has no default"),
         (
             copy_of_llada("odd").replace("steps: int = setting(0,", "steps: tuple = setting((0, 1),"),

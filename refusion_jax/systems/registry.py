@@ -118,7 +118,10 @@ def _missing(system: System) -> Iterator[tuple[str, str]]:
         yield from _lacking(f"the settings class of {part}", getattr(decoder, "settings", None), Settings)
         if name not in system.references:
             yield part, "reference"
+        taken = {f.name for f in dataclasses.fields(Decoder)} - {*declared(Settings)}
         for key, own in declared(decoder.settings).items():
+            if key in taken:
+                yield f"its --decode.{key}", "name of its own: it is a field of every decoder"
             if not isinstance(own.default, bool | int | float | str):
                 yield f"its --decode.{key}", "default that is a number, text or bool"
 
