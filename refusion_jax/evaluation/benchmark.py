@@ -16,12 +16,11 @@ from typing import Any
 os.environ.setdefault("TQDM_DISABLE", "1")  # bars of lm_eval and datasets would break up the log of a training run
 
 import datasets
-from lm_eval import evaluator
+import lm_eval
 from lm_eval.api.group import Group
 from lm_eval.api.instance import Instance
 from lm_eval.api.model import LM
 from lm_eval.api.task import Task
-from lm_eval.loggers.utils import get_commit_from_path
 from lm_eval.tasks import TaskManager
 
 import refusion_jax
@@ -30,8 +29,6 @@ from refusion_jax.evaluation import sandbox
 from refusion_jax.evaluation.harness import EvaluatedModel, Sample, key_of
 
 PINNED = Path(__file__).parent / "tasks"
-# As lm_eval does where git fails, whose "fatal: not a git repository" would be on the user's terminal at each scoring.
-evaluator.get_git_commit_hash = lambda: get_commit_from_path(Path.cwd())
 
 
 @dataclasses.dataclass(frozen=True)
@@ -204,7 +201,7 @@ def _ask(lm: EvaluatedModel, plan: Plan, tasks: Sequence[Task | Group], rehearsa
         lm.task_settings[task.config.task] = metadata.get("decode", {}) if isinstance(metadata, dict) else {}
     executes = any(getattr(task, "UNSAFE_CODE", False) for task in members(tasks))
     with sandbox.allow(plan.unsafe, rehearsal is not None) if executes else contextlib.nullcontext():
-        return evaluator.simple_evaluate(
+        return lm_eval.simple_evaluate(
             model=rehearsal or lm,
             tasks=list(tasks),
             limit=plan.limit,
