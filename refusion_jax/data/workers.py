@@ -3,10 +3,7 @@
 import abc
 import contextlib
 import multiprocessing
-import multiprocessing.connection
-import os
 import signal
-import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
@@ -17,6 +14,7 @@ from refusion_jax.cli.errors import UserError
 from refusion_jax.data import duplicates
 from refusion_jax.data.input_splits import InputSplit
 from refusion_jax.data.shards import PrepareSettings, Report, Worker
+from refusion_jax.distributed.host import end_with_parent
 
 Task = Callable[[Worker, int, list[InputSplit]], Report]  # a method of Worker
 
@@ -74,13 +72,7 @@ _worker: Worker  # of this process
 def _start(settings: PrepareSettings, output: str) -> None:
     global _worker
     _worker = Worker(settings, output)
-    if parent := multiprocessing.parent_process():
-        threading.Thread(target=_die_with, args=(parent,), daemon=True).start()
-
-
-def _die_with(parent) -> None:
-    multiprocessing.connection.wait([parent.sentinel])
-    os._exit(1)
+    end_with_parent()
 
 
 def _do(task: Task, index: int, chunk: list[InputSplit]) -> Report:

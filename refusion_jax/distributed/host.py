@@ -1,8 +1,11 @@
-"""The machine of this process: its CPU cores, and what its C library does with memory that programs free."""
+"""The machine of this process: its cores, its parent, and what the C library does with memory that programs free."""
 
 import ctypes
 import glob
+import multiprocessing
 import os
+import threading
+from collections.abc import Callable
 
 ACCELERATORS = ("/dev/accel*", "/dev/vfio/[0-9]*", "/dev/nvidia[0-9]*", "/dev/kfd")
 _M_TRIM_THRESHOLD, _M_MMAP_MAX, _M_ARENA_MAX = -1, -4, -8  # of mallopt(3), which only the GNU C library has
@@ -11,6 +14,18 @@ _M_TRIM_THRESHOLD, _M_MMAP_MAX, _M_ARENA_MAX = -1, -4, -8  # of mallopt(3), whic
 def available_cores() -> int:
     """CPU cores that this process may run on; where the system does not say, those of the machine."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def end_with_parent(clean_up: Callable[[], None] = lambda: None) -> None:
+    """Ends a child of `multiprocessing` as soon as its parent is gone, however that ended; elsewhere, does nothing."""
+
+    def wait():
+        parent.join()
+        clean_up()
+        os._exit(1)
+
+    if parent := multiprocessing.parent_process():
+        threading.Thread(target=wait, daemon=True).start()
 
 
 def return_freed_memory() -> None:

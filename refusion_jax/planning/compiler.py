@@ -6,6 +6,7 @@ wanted, the child is killed between the two, as soon as the files appear that th
 """
 
 import dataclasses
+import functools
 import importlib.metadata
 import json
 import math
@@ -14,7 +15,6 @@ import os
 import re
 import shutil
 import tempfile
-import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -24,6 +24,7 @@ from jax.experimental import topologies
 
 from refusion_jax.cli.errors import SettingError, UserError, needs
 from refusion_jax.distributed.chips import find_chip
+from refusion_jax.distributed.host import end_with_parent
 from refusion_jax.distributed.storage import write_file
 from refusion_jax.planning import hlo
 
@@ -149,7 +150,7 @@ def _module_name(directory: Path) -> str | None:
 def _child(lower: Callable[..., jax.stages.Lowered], arguments: tuple, directory: str) -> None:
     """Compiles, and writes the compiler's dump and report.json to the directory."""
     path = Path(directory)
-    threading.Thread(target=_end_with_parent, args=(path,), daemon=True).start()
+    end_with_parent(functools.partial(shutil.rmtree, path, ignore_errors=True))  # compiling takes minutes
     stderr = os.open(path / "stderr.txt", os.O_WRONLY | os.O_CREAT)
     os.dup2(stderr, 2)
     prepare_environment()
@@ -162,13 +163,6 @@ def _child(lower: Callable[..., jax.stages.Lowered], arguments: tuple, directory
         report["error"] = re.sub(r"\s+", " ", str(error))
     report |= {"seconds": time.monotonic() - began, "cpu_seconds": time.process_time() - cpu_began}
     write_file(path / "report.json", json.dumps(report))
-
-
-def _end_with_parent(directory: Path) -> None:
-    """Ends this process when the one that wants the program is killed: compiling goes on for minutes otherwise."""
-    multiprocessing.parent_process().join()
-    shutil.rmtree(directory, ignore_errors=True)
-    os._exit(1)
 
 
 def assigned_bytes(text: str) -> dict[str, float]:
