@@ -1,8 +1,10 @@
 """Commands of README.md and of the folders' READMEs, and notebooks, are run as they are written, but made small."""
 
 import importlib.util
+import inspect
 import json
 import os
+import pydoc
 import re
 import shlex
 import shutil
@@ -226,6 +228,18 @@ def test_every_link_leads_to_what_is_there(document):
 
 
 NOTEBOOKS = sorted((ROOT / "launch" / "notebooks").glob("*.ipynb"))
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_what_a_notebook_takes_from_the_package_is_there(path):
+    """Also in the text that it has other processes run."""
+    code = "\n".join("".join(cell["source"]) for cell in json.loads(path.read_text())["cells"])
+    for module, names in re.findall(r"^from (refusion_jax\S*) import (.+)$", code, re.MULTILINE):
+        for name in names.split(", "):
+            found = pydoc.locate(f"{module}.{name}")
+            assert found, f"{module} has no {name}"
+            for attribute in re.findall(rf"\b{name}\.(\w+)", code) if inspect.ismodule(found) else ():
+                assert hasattr(found, attribute), f"{module}.{name} has no {attribute}"
 
 
 @pytest.mark.slow
