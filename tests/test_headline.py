@@ -22,7 +22,7 @@ from refusion_jax.benchmarks.headline.results import open_store
 from refusion_jax.benchmarks.headline.speed_proxy import SpeedProxy, proxy_model
 from refusion_jax.data import families
 from refusion_jax.data.sources import held_out_problems
-from refusion_jax.systems.registry import decoders_for, find_decoder, trainable
+from refusion_jax.systems.registry import decoders_for, trainable
 
 CONFIGS = load_config("headline")
 
@@ -36,8 +36,7 @@ def asked_for(budget: str, systems=(("ar", 1),), start: str = "") -> Experiment:
 def test_every_setting_of_every_dial_can_be_decoded_with(system, budget):
     size, asked = BUDGETS[budget], asked_for(budget)
     points = asked.points(system)
-    alone = {name for name in decoders_for(system) if not find_decoder(name).settings.auxiliary_models}
-    assert {point.decoder for point in points} == alone
+    assert {point.decoder for point in points} == {*decoders_for(system)}
     for point in points:
         settings = point.settings(size.new_tokens, 16)
         assert settings.new_tokens == size.new_tokens  # no decoder writes more than the others
@@ -201,8 +200,11 @@ def test_while_others_train_the_comparison_itself_asks_for_no_device(tmp_path):
     code = [sys.executable, "-c", TRAINING, str(tmp_path)]
     done = subprocess.run(code, cwd=ROOT, env=where, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    given = [f"trained ar_seed{seed} {{'learning_rate': 0.01}}" for seed in (0, 1)]  # and no other rates are tried
-    assert [line for line in done.stdout.splitlines() if line.startswith("trained")] == given
+    trained = [line for line in done.stdout.splitlines() if line.startswith("trained")]
+    assert trained[:2] == [f"trained ar_seed{seed} {{'learning_rate': 0.01}}" for seed in (0, 1)]  # at no other rates
+    (drafter,) = [line for line in trained if line.startswith("trained ar_seed1_dflash_drafter ")]
+    assert f"'dflash.reads': '{tmp_path / 'runs' / 'ar_seed1'}'" in drafter
+    assert "'learning_rate': 0.01" in drafter
 
 
 @pytest.mark.slow

@@ -25,7 +25,9 @@ _NEVER_CHOSEN = 3  # tokens at most: mask, padding, and EOS before what is given
 class Settings:
     """The decode settings of any decoder; SettingError for an impossible value names it, and what would be possible."""
 
-    auxiliary_models: ClassVar[tuple[str, ...]] = ()  # settings that name further models, see auxiliary.py
+    # Settings that name further models (auxiliary.py), each with the config keys by which `bench headline` trains one,
+    # where they differ from the main model's; {run} in a value is that model's run.
+    auxiliary_models: ClassVar[dict[str, dict[str, Any]]] = {}
     slot_size: ClassVar[int] = 1  # a setting where there are slots
     draft_length: ClassVar[int] = 0  # a setting where so many drafts are verified
 
@@ -94,7 +96,7 @@ class Settings:
 
         `new_tokens` is the maximal length of an answer, `trained` the config keys of the system that trained the model.
         """
-        return [] if cls.auxiliary_models else [{}]
+        return [{}]
 
     @property
     def unit(self) -> int:

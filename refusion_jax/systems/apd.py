@@ -52,7 +52,7 @@ from refusion_jax.systems.interface import System
 class CheckedSettings(shared.Settings):
     """How to decode a masked diffusion model with a verifier."""
 
-    auxiliary_models: ClassVar[tuple[str, ...]] = ("verifier",)
+    auxiliary_models = {"verifier": {"objective": "ar", "model.num_hidden_layers": 1}}
 
     verifier: str = setting(
         "", "Run of a left-to-right model with the same tokenizer, which verifies the drafts", scope="compiled"

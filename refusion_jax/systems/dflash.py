@@ -138,6 +138,8 @@ def _stacked(model: KeyValues, drafter: KeyValues) -> KeyValues:
 class ReadingSettings(pard.DraftedSettings):
     """How to decode a left-to-right model with a drafter that reads its hidden states."""
 
+    auxiliary_models = {"drafter": {"objective": "dflash", "dflash.reads": "{run}", "model.num_hidden_layers": 1}}
+
     drafter: str = setting("", "Run of `dflash` that was trained to draft for this model", scope="compiled")
 
 

@@ -20,7 +20,8 @@ Axes: B rows, C cache entries, M drafts, N = M + 1 tokens that a round commits a
 """
 
 import dataclasses
-from typing import ClassVar
+from collections.abc import Mapping
+from typing import Any, ClassVar
 
 import jax.numpy as jnp
 from flax import struct
@@ -42,10 +43,14 @@ from refusion_jax.systems.interface import System
 class DraftedSettings(shared.Settings):
     """How to decode a left-to-right model with a drafter."""
 
-    auxiliary_models: ClassVar[tuple[str, ...]] = ("drafter",)
+    auxiliary_models = {"drafter": {"objective": "idlm", "idlm.block_size": 7, "model.num_hidden_layers": 1}}
 
     drafter: str = setting("", "Run of a smaller `idlm` model with the same tokenizer, which drafts", scope="compiled")
     draft_length: int = setting(7, "Tokens that are drafted at once", scope="compiled", at_least=1, at_most=4096)
+
+    @classmethod
+    def operating_points(cls, new_tokens: int, trained: Mapping[str, Any]) -> list[dict[str, Any]]:
+        return [{"draft_length": length} for length in (3, 7)]
 
 
 @struct.dataclass

@@ -116,6 +116,8 @@ def _missing(system: System) -> Iterator[tuple[str, str]]:
         part = f"its decoder {name!r}"
         yield from _lacking(part, decoder, Decoder)
         yield from _lacking(f"the settings class of {part}", getattr(decoder, "settings", None), Settings)
+        if not isinstance(decoder.settings.auxiliary_models, dict):
+            yield f"the settings class of {part}", "dict auxiliary_models"
         if name not in system.references:
             yield part, "reference"
         taken = {f.name for f in dataclasses.fields(Decoder)} - {*declared(Settings)}

@@ -5,9 +5,10 @@
   python -m refusion_jax.bench headline --budget=small --output=runs/small --seeds=1 --notune
 
 Trains each system (configs/headline.py:BUDGET; `small` uses three seeds, after short runs that choose the learning
-rate, until the best one lies between worse ones), decodes held-out problems of twelve families at every operating point
-of every decoder (`Settings.operating_points`), one prompt and sixteen prompts at a time, scores the settings that this
-chooses on other problems, and writes to DIR:
+rate, until the best one lies between worse ones), and drafters or verifiers for the decoders that need one
+(`Settings.auxiliary_models`), decodes held-out problems of twelve families at every operating point of every decoder
+(`Settings.operating_points`), one prompt and sixteen prompts at a time, scores the settings that this chooses on other
+problems, and writes to DIR:
 
   results.json   the figures, with machine, versions, commit and the command of every run; and estimates of the same
                  decoding with 8B parameters on TPUs

@@ -38,11 +38,13 @@ from refusion_jax.benchmarks.headline.tpu_estimates import tpu_estimates
 from refusion_jax.checkpoints.load import load_model, load_tokenizer
 from refusion_jax.cli import command
 from refusion_jax.cli.progress import track
+from refusion_jax.decoding.auxiliary import with_auxiliaries
 from refusion_jax.decoding.journal import Journal
 from refusion_jax.decoding.player import Decodings, Scene, page
 from refusion_jax.distributed.compiled_code import keep_for_user
 from refusion_jax.distributed.json_files import read_json_lines, to_type
 from refusion_jax.distributed.storage import write_file
+from refusion_jax.systems.registry import find_decoder
 
 Entry = tuple[TrainingRun, Point]  # a model at an operating point
 
@@ -59,11 +61,11 @@ class Comparison:
 
     def run(self) -> Results:
         """Makes what is missing, and writes results.json after every model; Failure where a training run fails."""
-        sweep, models = self._train_all()
+        sweep, models, auxiliaries = self._train_all()
         runs = [run for run, _ in models]
 
         keep_for_user(None)
-        found = Results(results.about(self._asked), sweep, [record for _, record in models])
+        found = Results(results.about(self._asked), sweep, [record for _, record in models], auxiliaries)
         for run in track(runs, "measuring", ticks=False):
             found.points += self._at_every_point(run)
             self._write(found)
@@ -81,7 +83,8 @@ class Comparison:
         found.tests = self._tested(chosen, runs)
         for curve in measured:
             first_seed = [point.scores[0] for point in curve.near_best]
-            found.tpu_estimates += tpu_estimates(first_seed, self._budget.problems)
+            if not find_decoder(curve.decoder).settings.auxiliary_models:  # whose forward passes are not counted
+                found.tpu_estimates += tpu_estimates(first_seed, self._budget.problems)
         self._write(found)
         self._play(chosen)
         return found
@@ -91,8 +94,8 @@ class Comparison:
 
     # Training
 
-    def _train_all(self) -> tuple[list[Trained], list[tuple[TrainingRun, Trained]]]:
-        """(runs that tried learning rates; runs whose models are measured, with their records)."""
+    def _train_all(self) -> tuple[list[Trained], list[tuple[TrainingRun, Trained]], list[Trained]]:
+        """(runs that tried rates; runs whose models are measured, with their records; runs of further models)."""
         asked, sweep, rates = self._asked, [], {}
         for system in asked.systems:
             trials = [] if system in asked.rates else self._tried(system)
@@ -107,7 +110,13 @@ class Comparison:
                 start, half = first_halves[seed]
                 run = asked.adaptation(system, start, rates[system], self._directory)
                 models.append((run, _continued(half, self._trained(run))))
-        return sweep, models
+        needed = [
+            own
+            for run, _ in models
+            for group in asked.auxiliaries(run, self._directory).values()
+            for own in group.values()
+        ]
+        return sweep, models, [self._trained(run) for run in track(needed, "training further models")]
 
     def _tried(self, system: str) -> list[Trained]:
         found = []
@@ -223,10 +232,12 @@ class Comparison:
         return self._directory / "runs" / run.name
 
     def _subject(self, run: TrainingRun, point: Point, model: Any = None) -> Subject:
-        path = self._workdir(run)
-        return Subject(point, model or self._load(path), load_tokenizer(path), self._budget)
+        path, further = self._workdir(run), self._asked.auxiliaries(run, self._directory)[point.decoder]
+        model = model or self._load(path)
+        model = with_auxiliaries(model, **{name: self._load(self._workdir(own)) for name, own in further.items()})
+        return Subject(point, model, load_tokenizer(path), self._budget)
 
-    @functools.lru_cache(1)  # noqa: B019  there is one comparison in a process
+    @functools.lru_cache(2)  # noqa: B019  there is one comparison in a process; a model and a further one
     def _load(self, path: Path):
         return load_model(path, self._config.dtype)
 

@@ -81,6 +81,11 @@ def _conditions(results: Results) -> str:
             f"other half itself, on problems drawn anew: as many tokens in all. Its seconds of training are of "
             f"its own half."
         )
+    if results.auxiliaries:
+        lines.append(
+            f"Drafters and verifiers, {len(results.auxiliaries)} in all, are trained besides, each for one model: the "
+            f"columns leave out their training, and of their forward passes count the time alone."
+        )
     if len(results.machines) > 1:
         lines.append(f"Speeds were measured in several places and do not compare: {'; '.join(results.machines)}.")
     if load > _BUSY * m["cores"]:

@@ -97,6 +97,7 @@ class Results:
     about: dict[str, Any]  # the machine, versions, command and config, from `about`
     sweep: list[Trained] = dataclasses.field(default_factory=list)  # short runs that try learning rates
     runs: list[Trained] = dataclasses.field(default_factory=list)
+    auxiliaries: list[Trained] = dataclasses.field(default_factory=list)  # runs of models that decoders need besides
     points: list[Scored] = dataclasses.field(default_factory=list)  # on validation problems, which choose the settings
     tests: list[Scored] = dataclasses.field(default_factory=list)  # the chosen settings on test problems
     timings: list[Timed] = dataclasses.field(default_factory=list)
@@ -106,7 +107,7 @@ class Results:
     @property
     def commits(self) -> list[str]:
         """Commits of the code that made the figures."""
-        kinds = self.sweep, self.runs, self.points, self.tests, self.timings, self.proxy_timings
+        kinds = self.sweep, self.runs, self.auxiliaries, self.points, self.tests, self.timings, self.proxy_timings
         return sorted({record["commit"] for kind in kinds for record in kind})
 
     @property
