@@ -159,6 +159,21 @@ def test_duplicates_are_left_out_wherever_they_stand(compared, tmp_path, tokeniz
     assert documents(tmp_path / "once") == expected(tokenizer_file, pairs)
 
 
+@pytest.mark.parametrize("turns", ["last", "all"])
+def test_a_pair_and_a_conversation_of_the_same_texts_are_the_same_example(turns, tmp_path, tokenizer_file):
+    pairs = write_pairs(tmp_path / "a.jsonl", 100)
+    chats = [[{"role": "user", "content": q}, {"role": "assistant", "content": r}] for q, r in pairs]
+    write_lines(tmp_path / "b.jsonl", [{"messages": chat} for chat in chats])
+    keys = {"held_out": 0.2, "fields": Fields(flag="--", turns=turns)}
+    make(tokenizer_file, tmp_path / "*.jsonl", tmp_path / "twice", **keys)
+    train, held = documents(tmp_path / "twice"), documents(tmp_path / "twice" / "held_out")
+    assert sorted(train + held) == sorted(2 * expected(tokenizer_file, pairs))
+    assert not [document for document in held if document in train]
+    assert make(tokenizer_file, tmp_path / "*.jsonl", tmp_path / "once", dedup=True, **keys).dropped == {
+        "duplicate": 100
+    }
+
+
 def test_what_is_held_out_depends_on_the_text_alone(tmp_path, tokenizer_file):
     pairs = write_pairs(tmp_path / "a.jsonl", 300)
     lines = (tmp_path / "a.jsonl").read_text().splitlines(keepends=True)

@@ -238,7 +238,7 @@ def _from_turns(item: dict, turns: Any, where: str | Line, fields: Fields) -> li
     if fields.turns == "all" and len(turns) > _MOST_TURNS:
         return [Bad(where, f"has {len(turns):,} turns; of at most {_MOST_TURNS:,} all answers are trained", _TALK)]
     chosen = answers if fields.turns == "all" else answers[-1:]
-    together = "\n".join(text for _, text in turns).encode() if fields.turns == "all" else b""
+    together = "\n".join(text for _, text in turns).encode() if len(chosen) > 1 else b""
     return [checked(turns[:at], turns[at][1], where, opening=together) for at in chosen]
 
 

@@ -77,9 +77,12 @@ class Report:
 
 
 def digest(example: Example) -> bytes:
-    """A 16-byte digest of an example's text."""
-    prompt = example.prompt if isinstance(example.prompt, str) else json.dumps(example.prompt)
-    content = b"\0".join((type(example.prompt).__name__.encode(), prompt.encode(), example.response.encode()))
+    """A 16-byte digest of an example's text; a prompt that is a text and the turn of a user are the same."""
+    prompt = example.prompt
+    if isinstance(prompt, tuple) and [role for role, _ in prompt] == ["user"]:
+        prompt = prompt[0][1]
+    written = prompt if isinstance(prompt, str) else json.dumps(prompt)
+    content = b"\0".join((type(prompt).__name__.encode(), written.encode(), example.response.encode()))
     return hashlib.blake2b(content, digest_size=16).digest()
 
 
