@@ -21,6 +21,7 @@ from safetensors.numpy import load_file
 from refusion_jax import UserError
 from refusion_jax.checkpoints import lock
 from refusion_jax.cli import paths
+from refusion_jax.cli.errors import Failure
 from refusion_jax.distributed import storage
 from refusion_jax.distributed.append_log import AppendLog, parse_log
 from refusion_jax.training import events
@@ -185,6 +186,14 @@ def test_a_full_disk_leaves_the_old_file_and_no_part_of_the_new(tmp_path, full_d
         storage.write_file(tmp_path / "file", "new" * 100)
     full_disk(-1)
     assert [(p.name, p.read_text()) for p in tmp_path.iterdir()] == [("file", "old")]
+
+
+def test_a_full_disk_at_the_start_of_a_run_is_told_with_the_file(tmp_path, full_disk):
+    full_disk(0)
+    with pytest.raises(Failure, match=f"^{tmp_path / 'run' / 'lock'} cannot be written: File too large$"):
+        lock.file_lock(tmp_path / "run").__enter__()
+    full_disk(-1)
+    lock.check_free(tmp_path / "run")
 
 
 def test_a_directory_which_late_writes_make_anew_stays_removed(tmp_path):

@@ -18,7 +18,7 @@ import tensorstore
 from absl import logging
 from etils import epath
 
-from refusion_jax.cli.errors import UserError, first_line
+from refusion_jax.cli.errors import Failure, UserError, first_line
 from refusion_jax.cli.paths import is_remote
 from refusion_jax.distributed.processes import first_fault
 from refusion_jax.distributed.storage import try_lock
@@ -56,11 +56,13 @@ def check_free(directory: epath.Path) -> None:
 def file_lock(directory: epath.Path) -> Iterator[Callable[[], None]]:
     """As `locked`, for a local directory and one process; asks JAX for nothing, so that others may have the devices."""
     directory.mkdir(parents=True, exist_ok=True)
-    with open(directory / FILE, "a+b") as file:
+    with open(directory / FILE, "a+b", buffering=0) as file:
         _lock(file, directory)
-        file.truncate(0)
-        file.write(_this_process())
-        file.flush()
+        try:
+            file.truncate(0)
+            file.write(_this_process())
+        except OSError as error:
+            raise Failure(f"{directory / FILE} cannot be written: {error.strerror}") from error
         yield lambda: None
 
 
