@@ -209,6 +209,19 @@ def test_the_page_of_benchmarks_is_one_screen_and_leads_to_every_result():
             assert needed in said, f"{page} does not tell when, at which commit, where and how it was measured"
 
 
+@pytest.mark.parametrize(
+    "flags", sorted({f for page in RESULTS for f in re.findall(r"pytest\s+([^`#\n;]+)", page.read_text())})
+)
+@pytest.mark.thorough
+def test_what_a_page_has_pytest_run_is_there(flags):
+    if "beam" in flags:
+        pytest.importorskip("apache_beam", reason="pip install -e '.[beam]'")
+    env = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
+    command = [sys.executable, "-m", "pytest", "--collect-only", "-p", "no:cacheprovider", *shlex.split(flags)]
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-300:]
+
+
 def anchors(document: Path) -> set[str]:
     """What links into a document may name: its headings, as GitHub spells them."""
     headings = re.findall(r"^#+ (.*)$", document.read_text(), re.MULTILINE)
