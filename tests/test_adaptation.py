@@ -15,6 +15,7 @@ from conftest import TINY_RUN, config_with, logits_of, run, tiny_config, tiny_mo
 from etils import epath
 from flax import nnx
 from helpers import write_lines, write_tokenizer
+from safetensors.numpy import load_file, save_file
 
 from refusion_jax import DecodeSettings, UserError, decode, load_model, load_tokenizer
 from refusion_jax.checkpoints.directory import saved_steps
@@ -190,6 +191,18 @@ def load_items(step):
     as_numpy = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), metadata)
     with ocp.PyTreeCheckpointer() as checkpointer:
         return checkpointer.restore(step / "params", restore_args=as_numpy)
+
+
+def test_adapters_of_some_layers_alone_are_refused_by_the_tensor_that_is_missing(source, tmp_path):
+    """As `peft` writes them with `layers_to_transform`."""
+    config = {"peft_type": "LORA", "base_model_name_or_path": str(source), "r": 2, "lora_alpha": 4}
+    (tmp_path / "adapter_config.json").write_text(json.dumps(config | {"layers_to_transform": [1]}))
+    q_proj = load_file(source / "model-00001-of-00001.safetensors")["model.layers.1.self_attn.q_proj.weight"]
+    sides = {"A": np.zeros((2, q_proj.shape[1]), np.float32), "B": np.zeros((q_proj.shape[0], 2), np.float32)}
+    names = {side: f"base_model.model.model.layers.{{}}.self_attn.q_proj.lora_{side}.weight" for side in sides}
+    save_file({names[side].format(1): x for side, x in sides.items()}, tmp_path / "adapter_model.safetensors")
+    with pytest.raises(UserError, match=re.escape(f"{tmp_path} holds no tensor {names['A'].format(0)}")):
+        load_model(tmp_path)
 
 
 @pytest.mark.thorough

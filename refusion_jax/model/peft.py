@@ -70,7 +70,8 @@ def load(path: epath.Path, target: dict[str, Any]) -> tuple[Lora, dict[str, Any]
       UserError: where a file cannot be read, or a tensor has no place in the model.
     """
     config, tensors, layers, known = _read_config(path), Tensors(path, WEIGHTS), {}, set()
-    names = [name for name in INPUTS if _their_name(name, "a", 0) in tensors.names]
+    depth = range(target["layers"]["q_proj"].shape[0])
+    names = [name for name in INPUTS if any(_their_name(name, "a", layer) in tensors.names for layer in depth)]
     for name in names:
         for side, shape in zip("ab", pair_of(name, target["layers"][name].shape, config.r), strict=True):
             theirs = [_their_name(name, side, layer) for layer in range(shape[0])]
