@@ -124,12 +124,14 @@ def test_a_family_is_read_and_written_as_transformers_does(name, tmp_path):
 
 @pytest.mark.filterwarnings("ignore")  # of theirs
 @pytest.mark.parametrize(("system", "pad"), [("refusion", 0), ("dense", 31)])  # a token, and no token
-def test_transformers_decodes_an_export_as_its_system_does(system, pad, tmp_path):
-    """By the code that the export carries: prompts of several lengths padded on the left, answers that end by EOS."""
+@pytest.mark.parametrize("family", ["smollm3", "gemma3_text"])
+def test_transformers_decodes_an_export_as_its_system_does(family, system, pad, tmp_path):
+    """By the code that it carries: prompts padded on the left, answers to EOS, texts as long as local layers read."""
     torch = pytest.importorskip("torch", reason="pip install -e '.[compare]' brings torch and transformers")
     transformers = pytest.importorskip("transformers")
-    shape = {"family": "smollm3", "no_rope_layer_interval": 2, "pad_token_id": pad}
-    own = sharp_model(num_hidden_layers=3, **shape)  # masks are probable, too
+    is_local = family == "gemma3_text"
+    shape = {"local_rope": (1e4, 2), "max_position_embeddings": 41} if is_local else {"no_rope_layer_interval": 2}
+    own = sharp_model(num_hidden_layers=3, family=family, pad_token_id=pad, **shape)  # masks are probable, too
     huggingface.save(own, tmp_path / "model", system)
     export = tmp_path / "export"
     run("convert", "--format=huggingface", f"--from={tmp_path}/model", f"--to={export}")
@@ -157,6 +159,7 @@ def test_transformers_decodes_an_export_as_its_system_does(system, pad, tmp_path
         ({"num_beams": 4}, "num_beams: this decoding"),
         ({"generation_config": config(repetition_penalty=2.0)}, "repetition_penalty: this decoding"),
         ({"generation_config": config(eos_token_id=5)}, "eos_token_id: this decoding"),
+        *([({"max_new_tokens": 40}, "49 tokens is more than the 41 that local layers read")] if is_local else []),
     ):
         with pytest.raises(ValueError, match=said):
             theirs.generate(input_ids=ids[:1], **asked, **code)

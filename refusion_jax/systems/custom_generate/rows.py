@@ -10,7 +10,7 @@ _WITHOUT_EFFECT |= {"transformers_version", "_from_model_config"}  # of a Genera
 _OF_SAMPLING = {"temperature", "top_k", "top_p"}  # which a GenerationConfig may have for other calls
 
 
-def decode_rows(answer, model, prompts, attention_mask=None, generation_config=None, **given):
+def decode_rows(answer, model, prompts, attention_mask=None, generation_config=None, unit=1, **given):
     """Prompts and answers, [B, T + new tokens], padded on the right.
 
     Args:
@@ -20,15 +20,17 @@ def decode_rows(answer, model, prompts, attention_mask=None, generation_config=N
       attention_mask: [B, T], 0 at padding; None: there is none.
       generation_config: what is not given counts as it says. The model's own, of generation_config.json, counts for
         nothing: the answers are those of `refusion_jax.generate`, which does not read it.
+      unit: new tokens are rounded up to a multiple of it.
       given: max_new_tokens of an answer, 128 if nobody says; pad_token_id, by default the model's, else EOS; and what
         else `model.generate` was given. What would change the text is refused.
 
     Raises:
-      ValueError: where sampling is asked for, or anything else that this decoding does not do.
+      ValueError: where sampling is asked for, or anything else that this decoding does not do, such as texts that are
+        longer than the window of local layers: all tokens are kept for them, as for others.
     """
     c, given = model.config, {name: value for name, value in given.items() if value is not None}
     asked = (generation_config.to_diff_dict() if generation_config else {}) | given
-    count = asked.pop("max_new_tokens", 128)
+    count = -(-asked.pop("max_new_tokens", 128) // unit) * unit
     pad = asked.pop("pad_token_id", c.eos_token_id if c.pad_token_id is None else c.pad_token_id)
     if asked.pop("do_sample", False):
         raise ValueError("this decoding is greedy: do_sample=False")
@@ -37,6 +39,9 @@ def decode_rows(answer, model, prompts, attention_mask=None, generation_config=N
     if unknown := sorted(unknown - _WITHOUT_EFFECT - (_OF_SAMPLING - given.keys())):
         raise ValueError(f"{unknown[0]}: this decoding does not know it; generate.py says what it takes")
     kept = torch.ones_like(prompts) if attention_mask is None else attention_mask
+    window = getattr(c, "sliding_window", None)
+    if window and (longest := int(kept.sum(1).max()) + count) > window:
+        raise ValueError(f"max_new_tokens: a text of {longest} tokens is more than the {window} that local layers read")
     texts = [
         torch.cat([prompt, prompt.new_tensor(answer(prompt[is_kept.bool()], count))])
         for prompt, is_kept in zip(prompts, kept, strict=True)

@@ -30,7 +30,7 @@ def generate(model, input_ids=None, inputs=None, slot_size=8, **asked):
 
 def _answer(model, prompt, count, slot_size):
     """The tokens of an answer, through the EOS, `count` at most."""
-    c, cache, answer = model.config, DynamicCache(config=model.config), []
+    c, cache, answer = model.config, DynamicCache(), []
     last, drafts, sure = prompt.tolist(), [], []
     while len(answer) < count and c.eos_token_id not in answer:
         # The masks see the drafts before the one that is most likely to be rejected.

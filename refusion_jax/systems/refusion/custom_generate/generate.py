@@ -35,19 +35,20 @@ def generate(
     def answer(prompt, count):
         return _answer(model, prompt, _blocks(count, slot_size, serial_blocks), slot_threshold, infill_blend)
 
-    return decode_rows(answer, model, inputs if input_ids is None else input_ids, **asked)
+    prompts, unit = inputs if input_ids is None else input_ids, slot_size * serial_blocks
+    return decode_rows(answer, model, prompts, unit=unit, **asked)
 
 
 def _blocks(count, slot_size, serial_blocks):
     """The slots of each block: ranges of places in the answer."""
-    per_block = -(-count // (slot_size * serial_blocks))
+    per_block = count // (slot_size * serial_blocks)
     slots = [range(i * slot_size, (i + 1) * slot_size) for i in range(per_block * serial_blocks)]
     return [slots[i : i + per_block] for i in range(0, len(slots), per_block)]
 
 
 def _answer(model, prompt, blocks, threshold, blend):
     """The tokens of an answer, through the EOS."""
-    c, cache, start = model.config, DynamicCache(config=model.config), len(prompt)
+    c, cache, start = model.config, DynamicCache(), len(prompt)
     text = {}  # place in the answer -> token
 
     def predicted(fed):
