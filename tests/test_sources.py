@@ -142,6 +142,8 @@ GOOD = {"query": "q", "response": "r"}
         ("a.jsonl", [{"prompt": [USER, ASSISTANT], "completion": []}], "a.jsonl:1: the answer is empty"),
         ("a.jsonl", [{"messages": [USER, ASSISTANT], "tools": [{}]}], "a.jsonl:1: tools would be left out; write what"),
         ("a.jsonl", [GOOD | {"history": [["a", "b"]]}], "a.jsonl:1: history would be left out; write what it says"),
+        ("a.jsonl", [GOOD | {"system_prompt": "Be brief."}], "a.jsonl:1: system_prompt would be left out; write what"),
+        ("a.jsonl", [GOOD | {"context": "It rains."}], "a.jsonl:1: context would be left out; write what it says"),
         (
             "a.jsonl",
             [{"messages": [USER, ASSISTANT | {"weight": 0}]}],

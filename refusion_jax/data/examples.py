@@ -22,7 +22,8 @@ TEXT_FIELDS = ("text",)
 CONVERSATION_FIELDS = ("messages", "conversations")
 SYSTEM_FIELD = "system"  # of a prompt or conversation: what it begins with
 ALPACA_FIELDS = ("instruction", "input", "output")
-LOST_FIELDS = ("tools", "history")  # which answers were written upon, and the model would not be told of
+# Which answers were written upon, and the model would not be told of: OpenOrca has the third, Dolly and SQuAD the last.
+LOST_FIELDS = ("tools", "history", "system_prompt", "context")
 KNOWN_FIELDS = {*QUERY_FIELDS, *RESPONSE_FIELDS, *TEXT_FIELDS, *CONVERSATION_FIELDS, SYSTEM_FIELD, *ALPACA_FIELDS}
 KNOWN_FIELDS |= {*LOST_FIELDS}
 
