@@ -223,7 +223,7 @@ def test_an_interrupted_comparison_goes_on_and_comes_out_as_one_that_was_not(tmp
     assert (tmp_path / "straight" / "report.md").read_text() in out
     assert len(list((tmp_path / "straight" / "answers").iterdir())) >= 4
     played = re.findall('"system":"(.*?)"', (tmp_path / "straight" / "decodings.html").read_text())
-    assert len(played) == 6 * len(set(played)) == 24
+    assert len(played) == 6 * len(set(played)) == 36
 
     process, kept = start("bench", *asked("killed")), tmp_path / "killed" / "measurements.jsonl"
     wait_until(lambda: kept.exists() and "\n" in kept.read_text(), process, 600)  # one system is trained

@@ -110,12 +110,7 @@ class Comparison:
                 start, half = first_halves[seed]
                 run = asked.adaptation(system, start, rates[system], self._directory)
                 models.append((run, _continued(half, self._trained(run))))
-        needed = [
-            own
-            for run, _ in models
-            for group in asked.auxiliaries(run, self._directory).values()
-            for own in group.values()
-        ]
+        needed = [own for run, _ in models for own in asked.auxiliaries(run, self._directory).values()]
         return sweep, models, [self._trained(run) for run in track(needed, "training further models")]
 
     def _tried(self, system: str) -> list[Trained]:
@@ -232,10 +227,10 @@ class Comparison:
         return self._directory / "runs" / run.name
 
     def _subject(self, run: TrainingRun, point: Point, model: Any = None) -> Subject:
-        path, further = self._workdir(run), self._asked.auxiliaries(run, self._directory)[point.decoder]
+        path, needed = self._workdir(run), self._asked.auxiliaries(run, self._directory).items()
         model = model or self._load(path)
-        model = with_auxiliaries(model, **{name: self._load(self._workdir(own)) for name, own in further.items()})
-        return Subject(point, model, load_tokenizer(path), self._budget)
+        further = {name: self._load(self._workdir(own)) for (of, name), own in needed if of == point.decoder}
+        return Subject(point, with_auxiliaries(model, **further), load_tokenizer(path), self._budget)
 
     @functools.lru_cache(2)  # noqa: B019  there is one comparison in a process; a model and a further one
     def _load(self, path: Path):

@@ -184,15 +184,15 @@ class Experiment:
         name = f"{system}_from_{start.system}_seed{start.seed}"
         return TrainingRun(system, start.seed, name, changes, self.file, start.system)
 
-    def auxiliaries(self, run: TrainingRun, directory: Path) -> dict[str, dict[str, TrainingRun]]:
+    def auxiliaries(self, run: TrainingRun, directory: Path) -> dict[tuple[str, str], TrainingRun]:
         """The runs of the further models that decoders need for the model of a run, by decoder and setting."""
-        found, workdir = collections.defaultdict(dict), directory / "runs" / run.name
+        found, workdir = {}, directory / "runs" / run.name
         same = {"learning_rate": run.changes["learning_rate"], "data.tokenizer": str(workdir / "tokenizer.model")}
         for decoder in decoders_for(run.system):
             for setting, keys in find_decoder(decoder).settings.auxiliary_models.items():
                 changes = same | {key: str(value).format(run=workdir) for key, value in keys.items()}
                 system, name = changes.pop("objective", run.system), f"{run.name}_{decoder}_{setting}"
-                found[decoder][setting] = TrainingRun(system, run.seed, name, changes, self.file)
+                found[decoder, setting] = TrainingRun(system, run.seed, name, changes, self.file)
         return found
 
     def points(self, system: str) -> list[Point]:

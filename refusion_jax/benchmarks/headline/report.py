@@ -83,8 +83,8 @@ def _conditions(results: Results) -> str:
         )
     if results.auxiliaries:
         lines.append(
-            f"Drafters and verifiers, {len(results.auxiliaries)} in all, are trained besides, each for one model: the "
-            f"columns leave out their training, and of their forward passes count the time alone."
+            f"Drafters and verifiers, {len(results.auxiliaries)} in all, are trained as well, each for one model: the "
+            f"columns leave out their training, and of their forward passes count only the time."
         )
     if len(results.machines) > 1:
         lines.append(f"Speeds were measured in several places and do not compare: {'; '.join(results.machines)}.")

@@ -97,7 +97,7 @@ class Results:
     about: dict[str, Any]  # the machine, versions, command and config, from `about`
     sweep: list[Trained] = dataclasses.field(default_factory=list)  # short runs that try learning rates
     runs: list[Trained] = dataclasses.field(default_factory=list)
-    auxiliaries: list[Trained] = dataclasses.field(default_factory=list)  # runs of models that decoders need besides
+    auxiliaries: list[Trained] = dataclasses.field(default_factory=list)  # runs of further models that decoders need
     points: list[Scored] = dataclasses.field(default_factory=list)  # on validation problems, which choose the settings
     tests: list[Scored] = dataclasses.field(default_factory=list)  # the chosen settings on test problems
     timings: list[Timed] = dataclasses.field(default_factory=list)
