@@ -20,7 +20,9 @@ from refusion_jax.config import default_config
 from refusion_jax.config.model import model_config
 from refusion_jax.data import tasks
 from refusion_jax.data.chat_template import ChatTemplate
+from refusion_jax.data.examples import Example
 from refusion_jax.data.fast_tokenizer import find_tokenizer_file, load_tokenizer_file
+from refusion_jax.data.packing import tokenize
 from refusion_jax.data.tokenizer import SentencePieceTokenizer
 from refusion_jax.decoding.prompts import read_request
 from refusion_jax.decoding.sampling import mask_logits
@@ -202,13 +204,15 @@ def test_tokens_are_spelled_as_they_stand_in_a_text_whose_first_space_is_the_tok
     given = read_request({"template": template}, tokenizer, DecodeSettings("refusion"), "a line").template
     ids = [id for x in given if not isinstance(x, int) for id in x]
     assert tokenizer.decode(ids) == "a ba b \u00e9b"  # no space but those that are given
+    (document,) = tokenize([Example(None, "a b a\u00e9 b", "a line")], tokenizer, 64, slice_size=3)  # in four slices
+    assert tokenizer.decode(document.tokens.tolist()) == "a b a\u00e9 b"
 
 
 @pytest.mark.thorough
 def test_a_completion_goes_on_after_its_prompt_with_all_spaces_and_before_what_follows(tmp_path):
     huggingface.save(sharp_model(vocab_size=512, num_tokens=512), tmp_path)
     tokenizer = load_tokenizer_file(write_llama(tmp_path), "<mask>")
-    suffix = tokenizer.encode_inside("ab")
+    (suffix,) = tokenizer.encode_inside(["ab"])
     assert [tokenizer.name_of(token) for token in suffix] == ["a", "b"]
     (prompt,), model = tokenizer.encode(["a"]), load_model(tmp_path)
     out = decode(model, [Request(prompt, (8, suffix))], DecodeSettings("refusion", max_new_tokens=8))

@@ -57,17 +57,17 @@ class Tokenizer(abc.ABC):
         """Text of token ids as it follows other text: some tokenizers' `decode` takes the space off a beginning."""
         return self.decode([*self._letter, *ids])[len(self.decode(self._letter)) :]
 
-    def encode_inside(self, text: str, encode: Encode | None = None) -> list[int]:
-        """Token ids of a text as it follows other text: some tokenizers' `encode` puts a space before a beginning.
+    def encode_inside(self, texts: list[str], encode: Encode | None = None) -> list[list[int]]:
+        """Token ids of texts as they follow other text: some tokenizers' `encode` puts a space before a beginning.
 
         `encode` is by default the tokenizer's own.
         """
         encode = encode or self.encode
         if self.continuation(self._letter) == "a":
-            return encode([text])[0]
+            return encode(texts)
         # No vocabulary joins a character for private use with others, and no normalization takes it away.
-        before, whole = encode(["\ue000", f"\ue000{text}"])
-        return whole[len(before) :]
+        before, *whole = encode(["\ue000", *(f"\ue000{text}" for text in texts)])
+        return [ids[len(before) :] for ids in whole]
 
     @abc.abstractmethod
     def spelling(self, token: int) -> bytes:

@@ -102,8 +102,13 @@ def tokenize(
     most = _LONGEST_TOKEN * row_length
     read = [example if example.prompt is None or example.characters <= most else _OVERLONG for example in examples]
     slices = [_slices(example.response, slice_size) for example in read]
-    groups = batches(itertools.chain.from_iterable(slices), len)  # a bounded number of characters at a time
-    encoded = itertools.chain.from_iterable(map(tokenizer.encode, groups))
+    parts = (
+        (text, example.starts and not number)
+        for example, own in zip(read, slices, strict=True)
+        for number, text in enumerate(own)
+    )
+    groups = batches(parts, lambda part: len(part[0]))  # a bounded number of characters at a time
+    encoded = itertools.chain.from_iterable(_encode_parts(group, tokenizer) for group in groups)
     together = batches(read, lambda example: example.characters)
     prompts = itertools.chain.from_iterable(_encode_prompts(group, tokenizer) for group in together)
     for example, prompt, own in zip(examples, prompts, slices, strict=True):
@@ -124,6 +129,13 @@ def tokenize(
             yield Bad(example.where, reason, TOO_LONG)
         else:
             yield Document(tokens, len(begin), example.prompt is None, example.starts)
+
+
+def _encode_parts(parts: Sequence[tuple[str, bool]], tokenizer: Tokenizer) -> list[list[int]]:
+    """Token ids of parts of texts, each with whether its text begins with it."""
+    begin = iter(tokenizer.encode([text for text, begins in parts if begins]))
+    go_on = iter(tokenizer.encode_inside([text for text, begins in parts if not begins]))
+    return [next(begin if begins else go_on) for _, begins in parts]
 
 
 def _encode_prompts(examples: Sequence[Example], tokenizer: Tokenizer) -> list[list[int] | Bad]:

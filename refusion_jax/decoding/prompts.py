@@ -86,7 +86,7 @@ def encode_prompt(text: str | None, tokenizer: Tokenizer | None, where: str, may
 def encode(text: str, tokenizer: Tokenizer | None, where: str, inside: bool) -> list[int]:
     """Token ids of a text of a template, at its beginning or inside it."""
     _need(tokenizer, where)
-    return tokenizer.encode_inside(text) if inside else tokenizer.encode([text])[0]
+    return (tokenizer.encode_inside if inside else tokenizer.encode)([text])[0]
 
 
 def to_record(id: object, answer: Answer, tokenizer: Tokenizer | None, stops: Stops) -> dict[str, object]:

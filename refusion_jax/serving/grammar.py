@@ -101,4 +101,4 @@ class _Vocabulary:
 
     def __call__(self, text: str) -> list[int]:
         """As the library asks for the tokens of a text that is forced."""
-        return self._tokenizer.encode_inside(text, self._encode)
+        return self._tokenizer.encode_inside([text], self._encode)[0]

@@ -175,7 +175,7 @@ class Service:
         check_characters(text, name)
         tokenizer = self.tokenizer
         encode = tokenizer.encode_chat if tokenizer.has_chat_template else tokenizer.encode
-        return tokenizer.encode_inside(text, encode) if inside else encode([text])[0]
+        return (tokenizer.encode_inside([text], encode) if inside else encode([text]))[0]
 
     def _check_length(self, characters: int, name: str) -> None:
         """Refuses a text that is far too long before it is tokenized."""
