@@ -14,7 +14,7 @@ import pydantic
 from etils import epath
 
 from refusion_jax.cli.errors import UserError
-from refusion_jax.distributed.json_files import first_fault, parse_json
+from refusion_jax.distributed.json_files import parse_json, validation_fault
 
 QUERY_FIELDS = ("query", "question", "prompt")
 RESPONSE_FIELDS = ("response", "answer", "completion")
@@ -229,7 +229,7 @@ def _from_turns(item: dict, turns: Any, where: str | Line, fields: Fields) -> li
         opening = [{"role": "system", "content": system}] if system else []
         turns = tuple(turn.pair for turn in _TURNS.validate_python([*opening, *turns] if opening else turns))
     except pydantic.ValidationError as error:
-        return [Bad(where, f"not a conversation: turn {first_fault(error)}", _TALK)]
+        return [Bad(where, f"not a conversation: turn {validation_fault(error)}", _TALK)]
     except TypeError as error:
         return [Bad(where, f"not a conversation: {error}", _TALK)]
     answers = [at for at, (role, _) in enumerate(turns) if at and role == "assistant"]

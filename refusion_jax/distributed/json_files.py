@@ -56,10 +56,10 @@ def parse_json(content: bytes, kind: type[_T], where: str, extra: Literal["forbi
     try:
         return _adapter(kind).validate_json(content.removeprefix(codecs.BOM_UTF8), strict=True, extra=extra)
     except pydantic.ValidationError as error:
-        raise UserError(f"{where}: {first_fault(error)}") from error
+        raise UserError(f"{where}: {validation_fault(error)}") from error
 
 
-def first_fault(error: pydantic.ValidationError) -> str:
+def validation_fault(error: pydantic.ValidationError) -> str:
     """The first field at fault, if it is one, and what it must be."""
     first = error.errors(include_url=False, include_context=False, include_input=False)[0]
     newer = "is unknown to this version; a newer one may have written it"
