@@ -185,6 +185,7 @@ def test_a_batch_that_does_not_fit_is_refused_with_the_name_of_its_objective(cha
     ("change", "why"),
     [
         (lambda before, after: after.replace(active=before.active), "Odd.step: does not end: [0-9]+ forwards have"),
+        (lambda _, after: after.replace(record=endless(after.record)), "Odd.step: does not end"),
         (lambda _, after: half_precise(after), "Odd.step: state.settings.[a-z_]* was .*, and is bfloat16"),
         (lambda _, after: (after, 1), "returns tuple, not a state"),
         (lambda _, after: move(after, positions=50), "decoder 'odd' commits .* not to decode"),
@@ -219,6 +220,11 @@ def half(x):
 
 def half_precise(state):
     return state.replace(settings=jax.tree.map(half, state.settings))
+
+
+def endless(record):
+    """A record whose third token is always taken back."""
+    return record.replace(count=record.count % 3)
 
 
 def move(state, **by):

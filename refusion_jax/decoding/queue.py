@@ -97,10 +97,11 @@ def stream(
         progress = batch.look()
         if batch.failed:
             raise next(iter(batch.failed.values()))
-        idle = idle + most if not some and np.array_equal(progress.record.count, committed) else 0
-        committed = progress.record.count
+        count = progress.record.count  # which a decoder may also take back
+        idle = 0 if some or np.any(count > committed) else idle + most
+        committed = count if some else np.maximum(count, committed)
         if idle > _IDLE:
-            raise UserError(f"{type(decoder).__name__}.step: does not end: {idle} forwards have committed nothing")
+            raise UserError(f"{type(decoder).__name__}.step: does not end: {idle} forwards have committed nothing new")
         for row, index in row_of.items() if record else ():
             record(index, jax.tree.map(lambda x, row=row: x[:, row], progress.trajectory))
         done, ended = [row for row in row_of if not progress.active[row]], []
