@@ -60,7 +60,7 @@ class DraftSettings(shared.Settings):
     fed_tokens: int = setting(
         0, "Tokens of each row in a forward pass, at most: those of 2, 3 or 6 slots, which are drafts and the "
         "masks after one or two prefixes of them; with fewer it writes one token at a time; 0: what pays on this "
-        "device. The text is always the same",
+        "device for so many rows. Greedy, the text is always the same; with a temperature, its distribution is",
         scope="compiled", at_least=0, at_most=2**16,
     )  # fmt: skip
 
