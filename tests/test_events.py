@@ -329,6 +329,13 @@ def test_nobody_waits_for_a_tracker_nor_keeps_all_that_it_misses(tmp_path, monke
     assert said == "--config.tracker: wandb is too slow, or hangs, and misses records; training goes on"
 
 
+def test_tensorboard_has_what_it_was_told_when_the_process_is_killed(tmp_path):
+    board = trackers.Trackers(config_with(tracker="tensorboard"), tmp_path, tmp_path, 0)
+    board.log(1, {"loss": 1.0})
+    wait_until(lambda: any(b"loss" in path.read_bytes() for path in tmp_path.glob("tensorboard/*")), seconds=20)
+    board.finish()
+
+
 def test_what_cannot_track_is_refused_before_training(tmp_path):
     def refused(name: str) -> str:
         _, err = run("train", *TINY_RUN, f"--workdir={tmp_path}/run", f"--config.tracker={name}", code=2)

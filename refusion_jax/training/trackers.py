@@ -35,7 +35,6 @@ _PROJECT = "refusion_jax"  # where the environment names no other
 _MOST = 1000  # calls that wait for a tracker; it misses those that come while there are as many
 _FINISH_SECONDS = 30.0  # that the end of a session waits for its trackers, all together
 _LIBRARY_SECONDS = 25.0  # that a library waits for its server: it is asked again as the process exits
-_FLUSH_SECONDS = 60.0  # between flushes of TensorBoard's file
 
 
 class Tracker(Protocol):
@@ -176,7 +175,6 @@ class TensorBoard:
     def __init__(self, session: TrackedSession):
         self._directory, self._first_step, self._files = session.logs / "tensorboard", session.first_step + 1, 0
         self._writer: EventsWriter | None = None
-        self._flushed = time.monotonic()
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
         self._add(step, [summary_pb2.Summary.Value(tag=name, simple_value=x) for name, x in metrics.items()])
@@ -193,9 +191,8 @@ class TensorBoard:
             self._writer = self._writer or self._open()
             summary = summary_pb2.Summary(value=values)
             self._writer.write_event(event_pb2.Event(wall_time=time.time(), step=step, summary=summary))
-            if time.monotonic() - self._flushed > _FLUSH_SECONDS:
-                self._writer.flush()
-                self._flushed = time.monotonic()
+            # A kill would take what Python holds back. The flush of EventsWriter would wait for the disk, too.
+            self._writer._py_recordio_writer._writer.flush()
         except OSError:
             self._writer = None
             raise
