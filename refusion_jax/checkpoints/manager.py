@@ -180,6 +180,9 @@ class Checkpoints(contextlib.AbstractContextManager):
                 except Exception as error:  # noqa: BLE001  the same
                     why = first_line(error)
                 if not (why := first_fault(why)):
+                    if jax.process_index() == 0:  # a killed process has one more than it keeps
+                        with contextlib.suppress(Exception):  # or the next save removes it
+                            self._retain(step)
                     return restored
             self.skipped[step] = why
             if jax.process_index() == 0:
