@@ -259,7 +259,8 @@ def resume_before_the_end(workdir: Path) -> list[dict]:
 
 
 @pytest.mark.thorough
-def test_a_resumed_run_goes_on_in_the_same_run_of_the_tracker(calls, tmp_path):
+def test_a_resumed_run_goes_on_in_the_same_run_of_the_tracker(calls, tmp_path, monkeypatch):
+    monkeypatch.setenv("WANDB_NAME", "mine")
     records = resume_before_the_end(tmp_path / "run")
     assert [record["step"] for record in records] == [1, 2, 3, 4, 5, 6, 4, 5, 6, 7]
     identity = json.loads((tmp_path / "run" / "tracker.json").read_text())["id"]
@@ -273,6 +274,7 @@ def test_a_resumed_run_goes_on_in_the_same_run_of_the_tracker(calls, tmp_path):
         ]
         shown = [given for what, given in told if what == "log"]
         assert shown == [{name: x for name, x in record.items() if x is not None} for record in records]
+    assert [given["name"] for what, given in calls("wandb") if what == "init"] == ["mine", "mine"]
     assert len(list((tmp_path / "run" / "tensorboard").glob("events*"))) == 2
 
 

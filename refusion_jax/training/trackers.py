@@ -220,7 +220,7 @@ class WeightsAndBiases:
         self._run = wandb.init(
             project=os.environ.get("WANDB_PROJECT", _PROJECT),
             id=session.id,
-            name=session.name,
+            name=os.environ.get("WANDB_NAME", session.name),
             resume="allow",
             config=session.config.to_dict(),
             allow_val_change=True,
