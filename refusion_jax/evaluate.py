@@ -31,6 +31,7 @@ How to decode: what a flag --decode.NAME says, or else the request of the task (
 """
 
 import json
+import signal
 import sys
 from pathlib import Path
 
@@ -97,6 +98,7 @@ def main() -> None:
     flag_values.check_output("output", output, directory=True)
     checkpoint = epath.Path(_CHECKPOINT.value)
     with together():
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)  # with several processes JAX takes it for training, which saves
         results = measure(checkpoint, _PREPARED.value) if _PREPARED.value else evaluate(checkpoint, output)
         if jax.process_index():
             return

@@ -241,15 +241,16 @@ def test_the_score_of_a_group_is_in_the_results(loaded, tasks, tmp_path):
 
 
 @pytest.mark.slow
-def test_two_hosts_of_which_one_is_killed_answer_as_one(loaded, trained_run, tasks, tmp_path):
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGKILL, 137), (signal.SIGTERM, 143)])
+def test_two_hosts_of_which_one_is_killed_answer_as_one(loaded, trained_run, tasks, tmp_path, number, code):
     directory = tasks(GENERATE)
     flags = [f"--checkpoint={trained_run}", f"--include_path={directory}", "--tasks=sums", f"--output={tmp_path}/two"]
     flags += ["--decode.batch_size=1"]
     process = start_hosts(2, *flags, devices=1, COMMAND="evaluate")
     wait_until(lambda: len(kept_by(1, tmp_path / "two")) > 1, process)
-    os.kill(workers(process)[1], signal.SIGKILL)
+    os.kill(workers(process)[1], number)
     out, err = ended(process)
-    assert process.returncode == 137, out + err
+    assert process.returncode == code, out + err
     kept = [kept_by(host, tmp_path / "two") for host in range(2)]
     assert 2 <= len(kept[1]) < 20, "too late to show anything"
     assert not (tmp_path / "two" / "results.json").exists()
