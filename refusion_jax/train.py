@@ -180,7 +180,7 @@ def session(run: Run, start_over: bool) -> str:
             s.watchdog.alive(step)
             s.profile.after(step, metrics)
             s.metrics.flush()
-            now = Now(step, state, metrics, step == config.steps, run.preemption.reached(step))
+            now = Now(step, state, metrics, step == config.steps, run.preemption.reached())
             try:
                 hooks(now)
             except RollBack as failure:

@@ -92,6 +92,22 @@ def test_two_processes_are_preempted_at_one_step_and_resume_to_the_losses_of_one
     assert [first for first, _ in steps[1:]] == [last + 1 for _, last in steps[:-1]]
 
 
+def test_a_signal_before_the_first_step_of_a_resumed_run_is_heard():
+    code = """
+import os, signal, time
+from refusion_jax.distributed import preemption, processes
+with processes.together():
+    asked = preemption.Preemption()
+    if os.environ["JAX_PROCESS_ID"] == "1":
+        os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(5)  # as compilation takes
+    print(next((step for step in range(8, 100) if time.sleep(0.01) or asked.reached()), "never"))
+"""
+    for process in start_two([sys.executable, "-c", code], [ROOT, ROOT]):
+        out, err = ended(process)
+        assert out.splitlines()[-1:] == ["8"], out + err
+
+
 @pytest.mark.thorough
 def test_a_directory_that_is_not_shared_is_refused_and_leaves_nothing(tmp_path):
     homes = [tmp_path / "0", tmp_path / "1"]  # a relative path, on machines of their own

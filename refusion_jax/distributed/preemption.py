@@ -36,6 +36,7 @@ class Preemption:
     def __init__(self):
         self.training = False
         self._requested = False
+        self._asked = 0
         if not jax.distributed.is_initialized():  # else JAX listens, and tells the other hosts
             signal.signal(signal.SIGTERM, self._hear)
         for number in _IMPATIENT:
@@ -55,10 +56,11 @@ class Preemption:
             os.kill(os.getpid(), signal.SIGTERM)  # JAX tells the other hosts
         self._requested = True
 
-    def reached(self, step: int) -> bool:
+    def reached(self) -> bool:
         """Whether to save and leave after this step; the same step on all hosts. To be asked at every step."""
         if jax.distributed.is_initialized():
-            return multihost_utils.reached_preemption_sync_point(step)
+            self._asked += 1  # not the step: after a signal before the first call, JAX says yes at 1 alone
+            return multihost_utils.reached_preemption_sync_point(self._asked)
         return self._requested
 
     def check(self) -> None:
