@@ -243,6 +243,7 @@ def test_an_embedding_smaller_than_the_tokenizer_is_padded_and_its_padding_never
         ({"lora.rank": 4, "init_from": ""}, "--config.lora.rank=4: adapters need weights to adapt"),
         ({"lora.rank": 4, "lora.targets": "proj"}, "--config.lora.targets=proj: names none of q_proj, "),
         ({"lora.rank": 4, "lora.full": "("}, "--config.lora.full=(: is no regular expression: "),
+        ({"lora.rank": 4, "lora.full": "input_layernorm"}, "--config.lora.full=input_layernorm: names none of "),
     ],
 )
 def test_what_cannot_be_adapted_is_refused_before_anything_is_written(source, tmp_path, changes, said):

@@ -1,6 +1,7 @@
 """The training program of a run: the jitted step and the shapes and shardings of its state, from the config alone."""
 
 import dataclasses
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -83,8 +84,11 @@ def train_program(config: ml_collections.ConfigDict, shape: ModelConfig, mesh: M
 
     abstract_model = nnx.eval_shape(lambda: build(nnx.Rngs(0)))
     graphdef, axes = nnx.split(abstract_model)[0], logical_axes(abstract_model)
-    schedule = make_schedule(config)
-    optimizer = make_optimizer(config, schedule, split(axes, lora)[0])
+    trained, schedule = split(axes, lora)[0], make_schedule(config)
+    if lora and lora.full and not any(re.fullmatch(lora.full, name) for name in (*trained, *trained["layers"])):
+        names = lora.without_adapters(axes)["layers"].keys() | axes.keys() - {"layers", "reads"}
+        raise SettingError("config", "lora.full", lora.full, f"names none of {', '.join(sorted(names))}")
+    optimizer = make_optimizer(config, schedule, trained)
     guards = config.guard.spike, config.debug_nans
     step = make_train_step(graphdef, objective, optimizer, schedule, config.seed, config.accumulation, *guards)
 
