@@ -121,12 +121,13 @@ def main() -> None:
             write_file(partial / name, content)
         if _FORMAT.value != "orbax" and (directory / "checkpoints").exists() and (directory / "config.json").exists():
             step = int(find_step(source)[1].name)
-            write_file(partial / "README.md", model_card(directory, step, target.name))
+            write_file(partial / "README.md", model_card(directory, step, target.name, _FORMAT.value))
         if _FORMAT.value == "orbax":
             to_orbax(source, partial, dtype, _MASK.value)
         elif _FORMAT.value == "peft":
             lora, trained, base = read_trained(source)
-            peft.write(partial, lora, trained, absolute(base))  # PEFT takes other names for those of a hub
+            # PEFT takes other names for those of a hub.
+            peft.write(partial, lora, trained, absolute(base), find_objective(source))
         else:
             to_huggingface(source, partial, dtype)
         if partial != target:

@@ -139,12 +139,13 @@ def test_adapters_go_to_peft_and_come_back(source, tmp_path):
     merged, again = (nnx.to_pure_dict(nnx.state(load_model(tmp_path / name))) for name in ("run", "peft"))
     jax.tree.map(np.testing.assert_array_equal, again, merged)
 
-    own = DecodeSettings("ar", max_new_tokens=8)
-    tokenizer = load_tokenizer(tmp_path / "peft")
-    out = decode(load_model(tmp_path / "run"), tokenizer.encode_prompts(["What is 5?"]), own)
-    asked = ["--prompt=What is 5?", "--decode.max_new_tokens=8", "--json"]
-    answer, _ = run("generate", f"--checkpoint={tmp_path}/peft", *asked)
-    assert json.loads(answer)["text"] == tokenizer.decode(out.tokens[0])
+    own = DecodeSettings("refusion", max_new_tokens=8)
+    asked = ["--prompt=What is 5?", "--decode.max_new_tokens=8", "--json"]  # decoded as it was trained, not as its base
+    first, second = (run("generate", f"--checkpoint={tmp_path}/{name}", *asked) for name in ("run", "peft"))
+    assert first == second
+    card = (tmp_path / "peft" / "README.md").read_text()
+    assert "custom_generate" not in card
+    assert "`peft` adds it to that model" in card
     stamps = [weights_stamp(tmp_path / name, own) for name in ("run", "peft")]
     for file in source.glob("*.safetensors"):  # of the model that both adapt
         os.utime(file, (1, 1))
@@ -154,6 +155,9 @@ def test_adapters_go_to_peft_and_come_back(source, tmp_path):
     assert "peft holds adapters: merge them by --format=huggingface" in err
     _, err = run("convert", "--format=peft", f"--from={source}", f"--to={tmp_path}/ours", code=2)
     assert "holds no checkpoint; give the --workdir of a training run" in err
+    run(*recipe(source, tmp_path / "more", init_from=tmp_path / "peft", **flags | {"steps": 2}))
+    _, err = run("convert", "--format=peft", f"--from={tmp_path}/more", f"--to={tmp_path}/ours", code=2)
+    assert f"--format=peft: what the run adapts, {tmp_path}/peft, is adapters itself: use huggingface" in err
     config = json.loads((tmp_path / "peft" / "adapter_config.json").read_text())
     assert config["base_model_name_or_path"] == str(source)  # from wherever it is read
     for name, value, said in (

@@ -287,6 +287,8 @@ def find_objective(path: epath.Path) -> str | None:
 
     A Hugging Face directory without a mask token is a plain language model; one line says so.
     """
+    if peft.is_peft(path) and (trained_by := peft.find_objective(path)):
+        return trained_by
     path = _model_place(path)
     if not huggingface_config.is_huggingface(path):
         return run_directory.read_objective(find_step(path)[0])

@@ -85,12 +85,21 @@ def load(path: epath.Path, target: dict[str, Any]) -> tuple[Lora, dict[str, Any]
     return Lora(config.r, config.lora_alpha, "|".join(names)), {"layers": layers}
 
 
-def write(path: epath.Path, lora: Lora, adapters: dict[str, Any], base: epath.PathLike) -> None:
+def find_objective(path: epath.Path) -> str | None:
+    """The system that trained the adapters in a directory, where `write` has said so: see there."""
+    return Tensors(path, WEIGHTS).metadata.get("objective")
+
+
+def write(path: epath.Path, lora: Lora, adapters: dict[str, Any], base: epath.Path, objective: str) -> None:
     """Writes a directory that `peft` loads, with what was trained, by names of weights, and the path of its base.
 
+    The system that trained them stands where `peft` does not look: it warns of keys that it does not know.
+
     Raises:
-      UserError: where other weights were trained, too.
+      UserError: where other weights were trained, too, or the base is adapters itself, which `peft` would mix up.
     """
+    if is_peft(base):
+        raise UserError(f"--format=peft: what the run adapts, {base}, is adapters itself: use huggingface")
     if others := lora.without_adapters(adapters)["layers"].keys() | (adapters.keys() - {"layers"}):
         raise UserError(f"--format=peft holds adapters alone, and {min(others)} was trained, too: use huggingface")
     tensors = {}
@@ -108,7 +117,7 @@ def write(path: epath.Path, lora: Lora, adapters: dict[str, Any], base: epath.Pa
         "target_modules": lora.names,
         "bias": "none",
     }
-    write_file(path / WEIGHTS, save(tensors, {"format": "pt"}))
+    write_file(path / WEIGHTS, save(tensors, {"format": "pt", "objective": objective}))
     write_file(path / CONFIG, json.dumps(config, indent=2) + "\n")
 
 

@@ -45,6 +45,7 @@ class Tensors:
         """
         self._directory = directory = epath.Path(directory)
         self._entries: dict[str, tuple[str, int, _Entry]] = {}  # file, where its data begins
+        self.metadata: dict[str, str] = {}  # what else the headers say
         if file != MODEL or not (directory / INDEX).exists():
             self._add(file)
             return
@@ -71,7 +72,7 @@ class Tensors:
             size = int.from_bytes(file.read(8), "little")
             content = file.read(min(size, _LONGEST_HEADER))
         header = parse_json(content, dict[str, _Entry | dict[str, str]], f"{path} is damaged") if content else {}
-        header.pop("__metadata__", None)
+        self.metadata |= header.pop("__metadata__", {})
         if wrong := [name for name, entry in header.items() if not isinstance(entry, _Entry)]:
             raise UserError(f"{path} is damaged: {ascii(wrong[0][:60])} is no tensor")
         end = 0
