@@ -101,8 +101,8 @@ def main() -> None:
         raise UserError(f"--to={target} exists; name a new directory")
     if not source.is_dir():
         raise UserError(f"--from={source} is no directory")
-    if _FORMAT.value == "orbax" and peft.is_peft(source):
-        raise UserError(f"--from={source} holds adapters: merge them by --format=huggingface")
+    if _FORMAT.value == "orbax" and not huggingface_config.is_huggingface(source):
+        raise UserError(f"--from={source} holds no model of Hugging Face; --format=huggingface merges adapters")
     directory = tokenizer_place(source)
     carried = {name: read_file(directory / name) for name in _TOKENIZER_FILES if (directory / name).exists()}
     dtype = _DTYPE.value or read_dtype(source)

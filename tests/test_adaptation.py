@@ -151,8 +151,9 @@ def test_adapters_go_to_peft_and_come_back(source, tmp_path):
         os.utime(file, (1, 1))
     assert all(weights_stamp(tmp_path / name, own) != was for name, was in zip(("run", "peft"), stamps, strict=True))
 
-    _, err = run("convert", "--format=orbax", f"--from={tmp_path}/peft", f"--to={tmp_path}/ours", code=2)
-    assert "peft holds adapters: merge them by --format=huggingface" in err
+    for name in ("run", "peft"):
+        _, err = run("convert", "--format=orbax", f"--from={tmp_path}/{name}", f"--to={tmp_path}/ours", code=2)
+        assert f"/{name} holds no model of Hugging Face; --format=huggingface merges adapters" in err
     _, err = run("convert", "--format=peft", f"--from={source}", f"--to={tmp_path}/ours", code=2)
     assert "holds no checkpoint; give the --workdir of a training run" in err
     run(*recipe(source, tmp_path / "more", init_from=tmp_path / "peft", **flags | {"steps": 2}))

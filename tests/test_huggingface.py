@@ -282,7 +282,7 @@ BAD = {
         lambda p: change_config(p, refusion_jax={"num_tokens": 99}),
         "num_tokens=99 are more than vocab_size=32",
     ),
-    "no config": (lambda p: (p / "config.json").unlink(), "holds no checkpoint"),
+    "no config": (lambda p: (p / "config.json").unlink(), "holds no model of Hugging Face; "),
     "model_type that is no text": (
         lambda p: (p / "config.json").write_text('{"model_type": {"x": 1}}'),
         'config.json: model_type={"x": 1} is not supported',
