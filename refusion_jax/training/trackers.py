@@ -191,8 +191,7 @@ class TensorBoard:
             self._writer = self._writer or self._open()
             summary = summary_pb2.Summary(value=values)
             self._writer.write_event(event_pb2.Event(wall_time=time.time(), step=step, summary=summary))
-            # A kill would take what Python holds back. The flush of EventsWriter would wait for the disk, too.
-            self._writer._py_recordio_writer._writer.flush()
+            self._writer.flush()  # a kill would take what Python holds back
         except OSError:
             self._writer = None
             raise
