@@ -191,11 +191,16 @@ def test_a_kill_while_an_old_checkpoint_is_removed_leaves_nothing_torn_under_its
     assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["2", "3"]
 
 
-def test_a_run_that_is_resumed_keeps_no_more_checkpoints_than_it_may(tmp_path):
-    """A process removes old ones when it begins the next save: one that is killed before has left one more."""
+def test_a_resumed_run_makes_room_before_its_first_save_and_removes_nothing_until_then(tmp_path):
+    """A killed process leaves one checkpoint more than are kept: with the next, a disk would need room for two more."""
     save(tmp_path, 1, 2, 3, 4, keep=4)
     assert_equal(restored(tmp_path), make_state(4))
-    assert saved_steps(tmp_path) == [2, 3, 4]
+    assert saved_steps(tmp_path) == [1, 2, 3, 4]  # what is refused after reading, as other data, has lost nothing
+    with Checkpoints(tmp_path, 3) as checkpoints:
+        checkpoints.restore(target(make_state(0)))
+        put(checkpoints, 5)
+        assert 1 not in saved_steps(tmp_path)
+    assert saved_steps(tmp_path) == [3, 4, 5]
 
 
 def test_a_flipped_bit_is_said_with_the_file_and_a_run_goes_on_from_the_one_before(tmp_path, caplog):

@@ -49,6 +49,7 @@ class Checkpoints(contextlib.AbstractContextManager):
         self._keep, self._failures = keep, failures
         self._failed = 0
         self._under_way: int | None = None  # the step that is being saved
+        self._restored: int | None = None  # the step that was read last, until the next is saved
         self.skipped: dict[int, str] = {}  # newer steps that could not be read, and why
         if jax.process_index() == 0:
             self._directory.mkdir(parents=True, exist_ok=True)
@@ -70,6 +71,10 @@ class Checkpoints(contextlib.AbstractContextManager):
         Failure where too many saves in a row have failed.
         """
         self.wait()
+        if self._restored is not None and jax.process_index() == 0:  # a killed process leaves one more than it keeps
+            with contextlib.suppress(Exception):  # or it is removed after this save
+                self._retain(self._restored)
+        self._restored = None
         for attempt in range(_LAST_ATTEMPTS):  # an interrupted process has to end at some time
             if attempt:
                 time.sleep(PAUSE_SECONDS * 2 ** (attempt - 1))
@@ -180,9 +185,7 @@ class Checkpoints(contextlib.AbstractContextManager):
                 except Exception as error:  # noqa: BLE001  the same
                     why = first_line(error)
                 if not (why := first_fault(why)):
-                    if jax.process_index() == 0:  # a killed process has one more than it keeps
-                        with contextlib.suppress(Exception):  # or the next save removes it
-                            self._retain(step)
+                    self._restored = step
                     return restored
             self.skipped[step] = why
             if jax.process_index() == 0:
