@@ -194,13 +194,11 @@ def test_a_kill_while_an_old_checkpoint_is_removed_leaves_nothing_torn_under_its
 def test_a_resumed_run_makes_room_before_its_first_save_and_removes_nothing_until_then(tmp_path):
     """A killed process leaves one checkpoint more than are kept: with the next, a disk would need room for two more."""
     save(tmp_path, 1, 2, 3, 4, keep=4)
-    assert_equal(restored(tmp_path), make_state(4))
-    assert saved_steps(tmp_path) == [1, 2, 3, 4]  # what is refused after reading, as other data, has lost nothing
     with Checkpoints(tmp_path, 3) as checkpoints:
         checkpoints.restore(target(make_state(0)))
+        assert saved_steps(tmp_path) == [1, 2, 3, 4]  # what is refused after reading, as other data, has lost nothing
         put(checkpoints, 5)
         assert 1 not in saved_steps(tmp_path)
-    assert saved_steps(tmp_path) == [3, 4, 5]
 
 
 def test_a_flipped_bit_is_said_with_the_file_and_a_run_goes_on_from_the_one_before(tmp_path, caplog):
