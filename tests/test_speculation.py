@@ -2,6 +2,7 @@
 
 import collections
 import functools
+import itertools
 import json
 import re
 
@@ -49,10 +50,11 @@ from refusion_jax.training.program import train_program
 
 @pytest.mark.thorough
 def test_a_forward_feeds_as_much_as_pays_and_writes_what_one_token_after_the_other_is():
-    """Of other numbers, and other decoders, tests/test_systems.py says so."""
+    """Greedy or drawn. Of other numbers, and other decoders, tests/test_systems.py says so."""
     saved = 0
-    for model in sharp_models()[:3]:
-        out, ar = (decode(model, PROMPTS, settings(m, fed_tokens=0)) for m in ("dense", "ar"))
+    for model, temperature in itertools.product(sharp_models()[:3], (0.0, 1.0)):
+        how = {"fed_tokens": 0, "temperature": temperature}
+        out, ar = (decode(model, PROMPTS, settings(m, **how)) for m in ("dense", "ar"))
         assert (out.tokens, out.commit_order) == (ar.tokens, ar.commit_order)
         assert all(a <= b for a, b in zip(out.forwards, ar.forwards, strict=True))
         saved += sum(ar.forwards) - sum(out.forwards)

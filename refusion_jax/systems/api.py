@@ -109,9 +109,8 @@ class Decoded:
 def decode(model: Transformer, prompts: Sequence[Sequence[int] | Request], settings: Settings) -> Decoded:
     """Decodes prompts in batches, with the whole loop on the device.
 
-    The answer to a prompt does not depend on the other prompts. (But for their number, with a temperature, where a
-    decoder drafts as much as pays for so many rows.) Calls with the same sizes share one compilation, whatever their
-    thresholds, temperature, seed and prompts.
+    The answer to a prompt does not depend on the other prompts. Calls with the same sizes share one compilation,
+    whatever their thresholds, temperature, seed and prompts.
 
     Args:
       model: from `load_model`; with auxiliary ones if the decoder needs them (`with_auxiliaries`).

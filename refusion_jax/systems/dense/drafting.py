@@ -8,11 +8,11 @@ drafts, as if the text ended there:
     places   3 4 5 6 | 5 6 7 8 | 7 8 9 10       N = 4, G = 2: masks after the first draft, and after all three
     tokens   x d d d | M M M M | M M M M
     x        1 . . .   . . . .   . . . .        The drafts are accepted up to the first that differs from the model's
-    d        1 1 . .   . . . .   . . . .        own next token, which takes its place. (With a temperature: by the
-    d        1 1 1 .   . . . .   . . . .        rule of speculative sampling.) The masks after this prefix have made
-    d        1 1 1 1   . . . .   . . . .        the next drafts: all but their first, whose token is known by then.
-    M        1 1 . .   1 . . .   . . . .        Of masks after a shorter prefix, those of later places still count;
-    M        1 1 . .   1 1 . .   . . . .        if there are none, so do the drafts that were not reached.
+    d        1 1 . .   . . . .   . . . .        own next token, which takes its place. (With a temperature both are
+    d        1 1 1 .   . . . .   . . . .        drawn with the same noise.) The masks after this prefix have made the
+    d        1 1 1 1   . . . .   . . . .        next drafts: all but their first, whose token is known by then. Of
+    M        1 1 . .   1 . . .   . . . .        masks after a shorter prefix, those of later places still count; if
+    M        1 1 . .   1 1 . .   . . . .        there are none, so do the drafts that were not reached.
     M        1 1 . .   1 1 1 .   . . . .
     M        1 1 . .   1 1 1 1   . . . .        The G prefixes are those at which rejection is most probable, by the
     M        1 1 1 1   . . . .   1 . . .        probabilities of the drafts. With two slots at once, the second half
@@ -35,11 +35,10 @@ from jaxtyping import Array, Float32, Int32, Key
 
 from refusion_jax.cli.settings import setting
 from refusion_jax.decoding import cache as kv
-from refusion_jax.decoding import sampling
 from refusion_jax.decoding import settings as shared
 from refusion_jax.decoding.decoder import LAST_TOKEN, Continuation, Continuer
 from refusion_jax.decoding.requests import Layout, Request, text_capacity
-from refusion_jax.decoding.sampling import mask_logits, run_length, select
+from refusion_jax.decoding.sampling import mask_logits, run_length, sample, select
 from refusion_jax.decoding.trajectory import tell
 from refusion_jax.distributed.chips import free_tokens
 from refusion_jax.distributed.sharding import device_kind_here, shard_count_here
@@ -60,7 +59,7 @@ class DraftSettings(shared.Settings):
     fed_tokens: int = setting(
         0, "Tokens of each row in a forward pass, at most: those of 2, 3 or 6 slots, which are drafts and the "
         "masks after one or two prefixes of them; with fewer it writes one token at a time; 0: what pays on this "
-        "device for so many rows. Greedy, the text is always the same; with a temperature, its distribution is",
+        "device. The text is always the same",
         scope="compiled", at_least=0, at_most=2**16,
     )  # fmt: skip
 
@@ -77,7 +76,6 @@ class State(Continuation):
     pending: Int32[Array, "B"]  # the last token, not in the cache yet
     place: Int32[Array, "B"]  # its position in the text
     drafts: Int32[Array, "B M"]  # of the tokens after it
-    q: Float32[Array, "B M V"]  # the distribution that each draft was drawn from
     sure: Float32[Array, "B M"]  # the highest probability of each draft's mask
     drafted: Int32[Array, "B"]  # how many drafts there are
 
@@ -146,9 +144,8 @@ class Drafting(Continuer):
         tokens, places = (jnp.take_along_axis(x, index, axis=1) for x in (given.tokens, given.positions))
         last = given.length - before - 1
 
-        M, V = N - 1, model.config.vocab_size
-        none = {"drafts": jnp.zeros((B, M), jnp.int32), "q": jnp.zeros((B, M, V), jnp.float32)}
-        none |= {"sure": jnp.zeros((B, M), jnp.float32), "drafted": jnp.zeros_like(last)}
+        none = {"drafts": jnp.zeros((B, N - 1), jnp.int32), "sure": jnp.zeros((B, N - 1), jnp.float32)}
+        none |= {"drafted": jnp.zeros_like(last)}
         own = {"pending": _at(tokens, last), "place": _at(places, last)} | none
         s = State.start(layout, keys, self.width, cache=cache, **own)
 
@@ -202,10 +199,12 @@ class Drafting(Continuer):
         _, choosable = mask_logits(logits, may_end, self.ids)
         is_led_up_to = (first == s.place + 1)[:, None]
         choosable = choosable.at[:, 0].set(jnp.where(is_led_up_to, choosable[:, 0], choosable[:, n]))
-        likely = sampling.distribution(choosable, s.settings)
+        ahead = first[:, None] + jnp.concatenate([offset + 0 * places, _masks(0 * first, prefixes, N)], axis=1)
+        drawn = sample(choosable, jnp.ones_like(ahead, bool), s.keys, ahead, s.settings)
 
-        drafts, q = s.drafts[:, : n - 1], s.q[:, : n - 1]
-        accepted, tokens = sampling.verify(likely[:, :n], q, drafts, s.drafted, s.keys, places, s.settings)
+        tokens, drafts, is_draft = drawn[:, :n], s.drafts[:, : n - 1], offset[:, : n - 1] < s.drafted[:, None]
+        accepted = run_length((tokens[:, : n - 1] == drafts) & is_draft)
+        tell(drafts, places[:, : n - 1], is_draft)
         adjacent = jnp.take_along_axis(s.places.position, index[:, :n], axis=1) == places
         room = run_length(adjacent)  # in this gap
         after, kept = s.commit(cache, tokens, places, jnp.minimum(accepted + 1, room), self.ids.eos_id)
@@ -214,7 +213,7 @@ class Drafting(Continuer):
         new = {"pending": _at(tokens, last), "place": _at(places, last), "drafted": jnp.zeros_like(kept)}
         if N > 1:
             sure = jnp.exp(jnp.max(choosable, axis=-1) - jax.nn.logsumexp(choosable, axis=-1))
-            new |= self._next_drafts(s, likely[:, n:], sure[:, n:], prefixes, accepted, kept)
+            new |= self._next_drafts(s, drawn[:, n:], sure[:, n:], prefixes, accepted, kept)
             ahead = new["place"][:, None] + 1 + jnp.arange(len(new["sure"][0]))[None]
             is_new = jnp.arange(ahead.shape[1])[None] < new["drafted"][:, None]
             tell(new["drafts"], ahead, is_new, new["sure"])
@@ -223,7 +222,7 @@ class Drafting(Continuer):
     def _next_drafts(
         self,
         s: State,
-        likely: Float32[Array, "B W V"],
+        drawn: Int32[Array, "B W"],
         sure: Float32[Array, "B W"],
         prefixes: Int32[Array, "B G"],
         accepted: Int32[Array, "B"],
@@ -234,22 +233,18 @@ class Drafting(Continuer):
 
         Args:
           s: the state before.
-          likely, sure: the distributions at the masks, W = N G of them, and the highest probability of each.
+          drawn, sure: the tokens at the masks, W = N G of them, and the highest probability at each.
           prefixes: number of drafts that the masks see.
           accepted, kept: number of accepted drafts, and of committed tokens.
         """
-        M, N = s.drafts.shape[1], likely.shape[1] // prefixes.shape[1]
+        M, N = s.drafts.shape[1], drawn.shape[1] // prefixes.shape[1]
         usable = jnp.where(prefixes <= accepted[:, None], prefixes, -1)
         seen, which = jnp.max(usable, axis=1), jnp.argmax(usable, axis=1)
         later = kept[:, None] + jnp.arange(M)[None]  # [B, M]
         at = which[:, None] * N + jnp.clip(later - seen[:, None], 0, N - 1)
-        made = {"q": jnp.take_along_axis(likely, at[:, :, None], axis=1), "sure": jnp.take_along_axis(sure, at, axis=1)}
-        made["drafts"] = sampling.draw(made["q"], s.keys, self._next_place(s)[:, None] + later, s.settings)
+        made = {name: jnp.take_along_axis(x, at, axis=1) for name, x in (("drafts", drawn), ("sure", sure))}
         left, has_masks = jnp.minimum(later, M - 1), seen >= 0
-        unreached = {
-            "q": jnp.take_along_axis(s.q, left[:, :, None], axis=1),
-            **{name: jnp.take_along_axis(getattr(s, name), left, axis=1) for name in ("sure", "drafts")},
-        }
+        unreached = {name: jnp.take_along_axis(getattr(s, name), left, axis=1) for name in made}
         count = jnp.where(has_masks, N - kept + seen, s.drafted - kept)
         return select(has_masks, made, unreached) | {"drafted": jnp.clip(count, 0, M)}
 
