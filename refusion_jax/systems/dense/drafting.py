@@ -20,6 +20,10 @@ drafts, as if the text ended there:
     M        1 1 1 1   . . . .   1 1 1 .        the first masks, and so commits the first token.
     M        1 1 1 1   . . . .   1 1 1 1
 
+With the same noise a sampled text depends on its seed alone, whatever is drafted (Daliri et al., arXiv 2408.07978). A
+draft is accepted with a probability of at least (1 - d) / (1 + d), where d is the total variation distance of the two
+distributions; by the rejection rule of speculative sampling it would be 1 - d.
+
 Axes: B rows, N tokens per forward at most, M = N - 1 drafts, G prefixes, W = N (1 + G) fed tokens, P given
 tokens of the prefill's last forward pass, V vocabulary.
 """
