@@ -20,7 +20,7 @@ problems, and writes to DIR:
 
 Started again with the same flags, it resumes; with more seeds or systems, it adds theirs, and --systems=NAME:1 trains a
 single seed of NAME, and --systems=NAME:1:RATE one at a learning rate that is known, such as from an earlier comparison.
-`tiny` is a smoke test of some 20 minutes on two CPU cores, too small for conclusions; `small`
+`tiny` is a smoke test of half an hour on two CPU cores, too small for conclusions; `small`
 takes hours there; `gpu` trains 54 M parameters on a GPU. --adapt_from=NAME also trains every other system for half the
 steps from what NAME has learnt in the other half, as released models are adapted. --speed_proxy=640x12, the default of
 `small`, also checks the papers' claims about speed at the cost of 59 M parameters, which do not fit in a CPU's cache.
