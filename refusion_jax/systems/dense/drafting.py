@@ -195,18 +195,17 @@ class Drafting(Continuer):
         The logits are those at the n verified places, the last token and the drafts, and then at the masks.
         """
         offset, first = jnp.arange(n)[None], self._next_place(s)
-        places = first[:, None] + offset
         N = (logits.shape[1] - n) // prefixes.shape[1]
-        index = s.record.count[:, None] + jnp.concatenate([offset + 0 * places, _masks(0 * first, prefixes, N)], axis=1)
-        index = jnp.minimum(index, self.new_tokens - 1)
+        ahead = jnp.concatenate([offset + 0 * first[:, None], _masks(0 * first, prefixes, N)], axis=1)
+        places, index = first[:, None] + ahead, jnp.minimum(s.record.count[:, None] + ahead, self.new_tokens - 1)
         may_end = s.places.may_end(jnp.take_along_axis(s.places.position, index, axis=1))
         _, choosable = mask_logits(logits, may_end, self.ids)
         is_led_up_to = (first == s.place + 1)[:, None]
         choosable = choosable.at[:, 0].set(jnp.where(is_led_up_to, choosable[:, 0], choosable[:, n]))
-        ahead = first[:, None] + jnp.concatenate([offset + 0 * places, _masks(0 * first, prefixes, N)], axis=1)
-        drawn = sample(choosable, jnp.ones_like(ahead, bool), s.keys, ahead, s.settings)
+        drawn = sample(choosable, jnp.ones_like(places, bool), s.keys, places, s.settings)
 
-        tokens, drafts, is_draft = drawn[:, :n], s.drafts[:, : n - 1], offset[:, : n - 1] < s.drafted[:, None]
+        places, tokens, drafts = places[:, :n], drawn[:, :n], s.drafts[:, : n - 1]
+        is_draft = offset[:, : n - 1] < s.drafted[:, None]
         accepted = run_length((tokens[:, : n - 1] == drafts) & is_draft)
         tell(drafts, places[:, : n - 1], is_draft)
         adjacent = jnp.take_along_axis(s.places.position, index[:, :n], axis=1) == places
@@ -218,9 +217,9 @@ class Drafting(Continuer):
         if N > 1:
             sure = jnp.exp(jnp.max(choosable, axis=-1) - jax.nn.logsumexp(choosable, axis=-1))
             new |= self._next_drafts(s, drawn[:, n:], sure[:, n:], prefixes, accepted, kept)
-            ahead = new["place"][:, None] + 1 + jnp.arange(len(new["sure"][0]))[None]
-            is_new = jnp.arange(ahead.shape[1])[None] < new["drafted"][:, None]
-            tell(new["drafts"], ahead, is_new, new["sure"])
+            offset = jnp.arange(new["sure"].shape[1])[None]
+            is_new = offset < new["drafted"][:, None]
+            tell(new["drafts"], new["place"][:, None] + 1 + offset, is_new, new["sure"])
         return s.renewed(after, **new)
 
     def _next_drafts(
