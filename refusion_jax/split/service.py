@@ -5,6 +5,7 @@ import socket
 import ssl
 import threading
 import time
+from typing import NoReturn
 
 from refusion_jax.checkpoints.weights import Reader
 from refusion_jax.cli.errors import UserError, first_line
@@ -17,7 +18,6 @@ from refusion_jax.split.model import Upper
 from refusion_jax.split.parts import fingerprint, load_part
 from refusion_jax.split.session import DeviceSession
 
-_MOST_CONNECTIONS = 64
 _HANDSHAKE = 20  # seconds
 _KEEP = 600  # seconds for which a connection may be silent, and a session is kept without one
 
@@ -36,7 +36,7 @@ class LayerService:
         self._uppers: dict[int, Upper] = {}
         self._sessions: dict[bytes, DeviceSession] = {}
         self._lock, self._loading = threading.Lock(), threading.Lock()
-        self._batches, self._places = Batches(), threading.Semaphore(_MOST_CONNECTIONS)
+        self._batches = Batches()
 
     def listen(self, listening: socket.socket, tls: ssl.SSLContext) -> None:
         """Accepts devices until the socket is closed."""
@@ -71,20 +71,15 @@ class LayerService:
         if not isinstance(hello, frames.Hello) or len(hello.session) != 16:
             raise UserError("a device must introduce itself first")
         self._check(hello)
-        if not self._places.acquire(timeout=_HANDSHAKE):  # a lost connection, whose device comes again, may leave one
-            raise UserError(f"it serves {_MOST_CONNECTIONS} devices already")
-        connection.settimeout(_KEEP)  # a device that has lost its power would keep its place for ever
-        session = None
+        connection.settimeout(_KEEP)  # a device that has lost its power would keep its memory for ever
+        if not hello.layers:
+            self._be_measured(connection)
+        session = self._find(hello, connection)
         try:
-            if hello.layers:
-                session = self._find(hello, connection)
-                self._serve_session(session, hello, connection)
-            else:
-                self._be_measured(connection)
+            self._serve_session(session, hello, connection)
         finally:
-            self._places.release()
             with self._lock:
-                if session and session.connection is connection:
+                if session.connection is connection:
                     session.connection, session.left_at = None, time.monotonic()
 
     def _serve_session(self, session: DeviceSession, hello: frames.Hello, connection: socket.socket) -> None:
@@ -112,7 +107,8 @@ class LayerService:
         if hello.codec not in CODECS:
             raise UserError(f"--codec={hello.codec[:20]}: unknown")
 
-    def _be_measured(self, connection: socket.socket) -> None:
+    def _be_measured(self, connection: socket.socket) -> NoReturn:
+        """Answers probes until the device ends the connection."""
         machine = measure(self._config, *self._precision)
         frames.send(connection, frames.Welcome(0, machine.fixed, machine.each))
         while True:
