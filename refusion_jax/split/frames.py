@@ -3,8 +3,8 @@
 A message is a list: the number of its kind, then its fields in order. What has another kind, or a field of another type
 or outside its limits is refused; nothing that arrives is ever run.
 
-The connection is TLS 1.3, which delivers what was sent, or fails. Both sides hold the same PEM file, a private key and its self-signed certificate: each proves
-to the other that it has the key, and takes no other certificate.
+The connection is TLS 1.3, which delivers what was sent, or fails. Both sides hold the same PEM file, a private key and
+its self-signed certificate: each proves to the other that it has the key, and takes no other certificate.
 """
 
 import socket
