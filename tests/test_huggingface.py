@@ -313,22 +313,17 @@ def test_a_tensor_stands_in_one_place_and_in_that_of_the_index(tmp_path):
 
     for name in names:
         save_file({"x": tensor, name[0]: tensor}, tmp_path / name)
-    refused({"x": names[0], "b": names[1]}, "b.safetensors: x is in a.safetensors, too")
-    refused({"x": names[0], "a": "../a.safetensors"}, "'../a.safetensors' is no file of this directory")
+    refused({"x": names[0], "a": names[0], "b": names[1]}, "x is in b.safetensors, not in a.safetensors")
+    refused({"x": names[0], "a": "../a.safetensors"}, "index.json cannot be read: weight_map.a: String should match")
     save_file({"b": tensor}, tmp_path / "b.safetensors")
     refused({"x": names[1], "a": names[0], "b": names[1]}, "x is in a.safetensors, not in b.safetensors")
     save_file({"x": tensor}, tmp_path / "model.safetensors")
     refused({"x": names[0], "a": names[0], "b": names[1]}, "two models, model.safetensors and that of model")
     index.unlink()
-    file, four = tmp_path / "model.safetensors", {"dtype": "F8_E4M3", "shape": [4], "data_offsets": [0, 4]}
-    for header, said in (
-        ({"x": four, "y": four}, "its tensors do not follow each other"),
-        ({"": {}}, "'' is no tensor"),
-    ):
-        content = json.dumps(header).encode()
-        file.write_bytes(len(content).to_bytes(8, "little") + content + bytes(4))
-        with pytest.raises(UserError, match=f"model.safetensors is damaged: {said}"):
-            Tensors(tmp_path)
+    file, content = tmp_path / "model.safetensors", json.dumps({"": {}}).encode()
+    file.write_bytes(len(content).to_bytes(8, "little") + content)
+    with pytest.raises(UserError, match="model.safetensors is damaged: '' is no tensor"):
+        Tensors(tmp_path)
     save_file({"x": tensor.astype(ml_dtypes.float8_e4m3fn)}, file)
     assert huggingface.read_dtype(epath.Path(tmp_path)) == "float32"  # and `load_params` names the tensor
 

@@ -7,7 +7,7 @@ A file is the size of its header in 8 bytes (little endian), the header, and the
 import contextlib
 import math
 from collections.abc import Iterator
-from pathlib import PurePosixPath
+from typing import Annotated
 
 import jax.numpy as jnp
 import numpy as np
@@ -30,9 +30,9 @@ class _Entry(pydantic.BaseModel):
 
 
 class _Index(pydantic.BaseModel):
-    """The file of each tensor, where there are several files."""
+    """The file of each tensor, where there are several files, all in the directory of the index."""
 
-    weight_map: dict[str, str]
+    weight_map: dict[str, Annotated[str, pydantic.Field(pattern=r"^[^/\x00]+$")]]
 
 
 class Tensors:
@@ -53,36 +53,23 @@ class Tensors:
         if MODEL not in places.values() and (directory / MODEL).exists():
             raise UserError(f"{directory} holds two models, {MODEL} and that of {INDEX}: remove one of them")
         for file in sorted(set(places.values())):
-            if file != PurePosixPath(file).name:
-                raise UserError(f"{directory / INDEX}: {file[:60]!r} is no file of this directory")
             self._add(file)
         for name, (file, *_) in self._entries.items():
             if places.get(name) != file:
                 raise UserError(f"{directory / INDEX}: {name} is in {file}, not in {places.get(name)}")
 
     def _add(self, file: str) -> None:
-        start, header = self._read_header(file)
-        for name in header.keys() & self._entries.keys():
-            raise UserError(f"{self._directory / file}: {name} is in {self._entries[name][0]}, too")
-        self._entries |= {name: (file, start, entry) for name, entry in header.items()}
-
-    def _read_header(self, name: str) -> tuple[int, dict[str, _Entry]]:
-        path = self._directory / name
-        with _opened(path) as file:
-            size = int.from_bytes(file.read(8), "little")
-            content = file.read(min(size, _LONGEST_HEADER))
+        path = self._directory / file
+        with _opened(path) as data:
+            size = int.from_bytes(data.read(8), "little")
+            content = data.read(min(size, _LONGEST_HEADER))
         header = parse_json(content, dict[str, _Entry | dict[str, str]], f"{path} is damaged") if content else {}
         self.metadata |= header.pop("__metadata__", {})
         if wrong := [name for name, entry in header.items() if not isinstance(entry, _Entry)]:
             raise UserError(f"{path} is damaged: {ascii(wrong[0][:60])} is no tensor")
-        end = 0
-        for begin, after in sorted(entry.data_offsets for entry in header.values()):
-            if begin != end:
-                raise UserError(f"{path} is damaged: its tensors do not follow each other")
-            end = after
-        if 8 + size + end != path.stat().length:
+        if 8 + size + max((entry.data_offsets[1] for entry in header.values()), default=0) != path.stat().length:
             raise UserError(f"{path} is damaged: it is not as long as its header says")
-        return 8 + size, header
+        self._entries |= {name: (file, 8 + size, entry) for name, entry in header.items()}
 
     @property
     def names(self) -> set[str]:
