@@ -254,7 +254,10 @@ BAD = {
         lambda p: (to_fp8(p), change_config(p, quantization_config="gone")),
         f"{Q}_scale_inv has no place in the model that config.json describes",
     ),
-    "missing shard": (lambda p: next(p.glob("*.safetensors")).unlink(), "model-00001-of-00001.safetensors is missing"),
+    "missing shard": (
+        lambda p: next(p.glob("*.safetensors")).unlink(),
+        "model-00001-of-00001.safetensors cannot be read: No such file",
+    ),
     "truncated": (cut_off, "model-00001-of-00001.safetensors is damaged: "),
     "wrong shape": (lambda p: change_tensors(p, lambda t: t | {Q: t[Q][1:]}), f"{Q} has shape (31, 16), but"),
     "not floats": (

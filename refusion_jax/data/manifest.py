@@ -9,6 +9,7 @@ from pydantic import Field
 
 from refusion_jax.cli.errors import UserError
 from refusion_jax.distributed.json_files import read_json
+from refusion_jax.distributed.storage import opened
 
 FILE = "manifest.json"
 LONGEST_ROW = 2**24  # tokens
@@ -59,11 +60,8 @@ class Manifest:
 
 def file_checksum(path: epath.PathLike) -> str:
     """The checksum of a file of rows, as a `Shard` has it; UserError names it where it cannot be read."""
-    try:
-        with epath.Path(path).open("rb") as file:
-            return hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16)).hexdigest()
-    except OSError as error:
-        raise UserError(f"{path} cannot be read: {error.strerror or error}") from error
+    with opened(path) as file:
+        return hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16)).hexdigest()
 
 
 def is_prepared(path: str) -> bool:

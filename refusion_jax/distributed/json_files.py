@@ -15,7 +15,7 @@ import pydantic
 from etils import epath
 
 from refusion_jax.cli.errors import UserError
-from refusion_jax.distributed.storage import read_file
+from refusion_jax.distributed.storage import opened, read_file
 
 LINE = 1 << 24  # bytes of a line, at most: its values may take 37 times as much
 _T = TypeVar("_T")
@@ -37,15 +37,12 @@ def read_json_lines(path: epath.PathLike) -> Iterator[tuple[int, dict[str, Any]]
 
     Lines end at a newline only: U+2028, U+2029 and U+0085 may stand inside a string.
     """
-    try:
-        with epath.Path(path).open("rb") as raw, io.BufferedReader(raw) as file:  # fsspec's readline has no bound
-            for number, line in enumerate(iter(functools.partial(file.readline, LINE), b""), 1):
-                if len(line) == LINE and not line.endswith(b"\n"):
-                    raise UserError(f"{path}:{number}: a line of more than {LINE >> 20} MiB")
-                if line.removeprefix(codecs.BOM_UTF8).strip():
-                    yield number, parse_json(line, dict[str, Any], f"{path}:{number}")
-    except OSError as error:
-        raise UserError(f"{path} cannot be read: {error.strerror or error}") from error
+    with opened(path) as raw, io.BufferedReader(raw) as file:  # fsspec's readline has no bound
+        for number, line in enumerate(iter(functools.partial(file.readline, LINE), b""), 1):
+            if len(line) == LINE and not line.endswith(b"\n"):
+                raise UserError(f"{path}:{number}: a line of more than {LINE >> 20} MiB")
+            if line.removeprefix(codecs.BOM_UTF8).strip():
+                yield number, parse_json(line, dict[str, Any], f"{path}:{number}")
 
 
 def parse_json(content: bytes, kind: type[_T], where: str, extra: Literal["forbid", "ignore"] = "forbid") -> _T:

@@ -4,6 +4,7 @@ Object stores know whole objects only: nothing can be appended to, and a write i
 """
 
 import contextlib
+import errno
 import fcntl
 import logging as loggers
 import os
@@ -14,7 +15,7 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 from absl import logging
 from etils import epath
@@ -33,12 +34,21 @@ def absolute(path: epath.Path) -> epath.Path:
     return path if is_remote(path) else path.absolute()
 
 
-def read_file(path: epath.PathLike) -> bytes:
-    """A whole file; UserError names it where it cannot be read."""
+@contextlib.contextmanager
+def opened(path: epath.PathLike) -> Iterator[Any]:
+    """A file to read, in a `with` block; UserError names it where it cannot be read."""
     try:
-        return epath.Path(path).read_bytes()
+        with epath.Path(path).open("rb") as file:
+            yield file
     except OSError as error:
-        raise UserError(f"{path} cannot be read: {error.strerror or error}") from error
+        why = os.strerror(errno.ENOENT) if isinstance(error, FileNotFoundError) else error.strerror or error
+        raise UserError(f"{path} cannot be read: {why}") from error
+
+
+def read_file(path: epath.PathLike) -> bytes:
+    """A whole file, as `opened`."""
+    with opened(path) as file:
+        return file.read()
 
 
 def kept_checksum(path: epath.Path) -> tuple[int, str] | None:

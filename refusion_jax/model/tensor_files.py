@@ -4,9 +4,7 @@ A file is the size of its header in 8 bytes (little endian), the header, and the
 {name: {"dtype", "shape", "data_offsets"}}, whose offsets count from its end.
 """
 
-import contextlib
 import math
-from collections.abc import Iterator
 from typing import Annotated
 
 import jax.numpy as jnp
@@ -16,6 +14,7 @@ from etils import epath
 
 from refusion_jax.cli.errors import UserError
 from refusion_jax.distributed.json_files import parse_json, read_json
+from refusion_jax.distributed.storage import opened
 
 MODEL = "model.safetensors"
 INDEX = f"{MODEL}.index.json"
@@ -60,7 +59,7 @@ class Tensors:
 
     def _add(self, file: str) -> None:
         path = self._directory / file
-        with _opened(path) as data:
+        with opened(path) as data:
             size = int.from_bytes(data.read(8), "little")
             content = data.read(min(size, _LONGEST_HEADER))
         header = parse_json(content, dict[str, _Entry | dict[str, str]], f"{path} is damaged") if content else {}
@@ -94,20 +93,9 @@ class Tensors:
             raise UserError(f"{path}: {name} has shape {found}, but config.json makes it {shape}")
         if end - begin != math.prod(shape) * dtype.itemsize:
             raise UserError(f"{path} is damaged: {name} has {end - begin} bytes")
-        with _opened(path) as data:
+        with opened(path) as data:
             data.seek(start + begin)
             return np.frombuffer(data.read(end - begin), dtype).reshape(shape)
 
     def place_of(self, name: str) -> epath.Path:
         return self._directory / self._entries[name][0]
-
-
-@contextlib.contextmanager
-def _opened(path: epath.Path) -> Iterator:
-    try:
-        with path.open("rb") as file:
-            yield file
-    except FileNotFoundError as error:
-        raise UserError(f"{path} is missing") from error
-    except OSError as error:
-        raise UserError(f"{path} cannot be read: {error.strerror or error}") from error
