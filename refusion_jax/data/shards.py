@@ -73,7 +73,6 @@ class Report:
     languages: dict[str, int] = dataclasses.field(default_factory=dict)  # documents; "" where it was not looked for
     lengths: dict[int, int] = dataclasses.field(default_factory=dict)  # documents of at most 2^k tokens, by k
     first_bad: str = ""  # where and why, for messages; with on_error="stop" nothing was written then
-    checksum: str = ""  # of the list of what was dropped
 
 
 def digest(example: Example) -> bytes:
@@ -139,7 +138,6 @@ class Worker:
                         shards[split] = _ShardWriter(temporary, settings, token_type(self._tokenizer.size))
                     shards[split].add(document)
                 report.shards = {split: shard.close(name) for split, shard in shards.items()}
-        report.checksum = file_checksum(progress / f"dropped-{index:05}.jsonl")
         outcome = "stopped" if report.first_bad and settings.on_error == "stop" else "done"
         write_file(progress / f"{outcome}-{index:05}.json", json.dumps(dataclasses.asdict(report)).encode())
         return report
