@@ -8,7 +8,6 @@ where they are transposed in their stack, and taken apart are slower (benchmarks
 
 import operator
 import weakref
-from collections.abc import Iterator
 
 import jax
 from flax import nnx
@@ -46,15 +45,7 @@ def for_one_cpu(model: Transformer, rounded: str = "same") -> Transformer:
             for name, stack in [*vars(module).items()]:
                 if isinstance(stack, Layers):
                     stack.put_outputs_first()
-                    setattr(module, name, stack if in_int8 else nnx.List(_apart(stack)))
+                    apart = (stack.cut(number, number + 1) for number in range(stack.first, stack.end))
+                    setattr(module, name, stack if in_int8 else nnx.List(apart))
         _twins[model] = weights, in_int8, twin
     return twin
-
-
-def _apart(stack: Layers) -> Iterator[Layers]:
-    """The layers of a stack, each as a stack of one."""
-    graphdef, state = nnx.split(stack)
-    for index, number in enumerate(range(stack.first, stack.end)):
-        layer = nnx.merge(graphdef, jax.tree.map(lambda x, index=index: x[index : index + 1], state))
-        layer.first, layer.end = number, number + 1
-        yield layer

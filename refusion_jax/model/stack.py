@@ -158,6 +158,13 @@ class Layers(nnx.Module):
         x, (kept, load) = jax.lax.scan(layer, x, (weights, jnp.arange(self.first, self.end)))
         return x, kept, jax.tree.map(functools.partial(jnp.sum, axis=0), load)
 
+    def cut(self, first: int, end: int) -> "Layers":
+        """The layers `first` to `end` - 1, by their numbers, copied."""
+        graphdef, state = nnx.split(self)
+        part = nnx.merge(graphdef, jax.tree.map(lambda x: x[first - self.first : end - self.first], state))
+        part.first, part.end = first, end
+        return part
+
     def put_outputs_first(self) -> None:
         """Transposes the weights of dense products, so that the axes that are summed over come last."""
         for name, p in list(vars(self).items()):

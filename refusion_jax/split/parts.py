@@ -22,12 +22,8 @@ def part_of(model: Transformer, first: int, end: int) -> Transformer:
     part = nnx.clone(model)
     part.config = dataclasses.replace(model.config, num_hidden_layers=end - first)
     for name in _STACKS:
-        layers = getattr(part, name, None)
-        if layers is not None:
-            begin, stop = (min(max(at, layers.first), layers.end) - layers.first for at in (first, end))
-            state = jax.tree.map(lambda w, cut=slice(begin, stop): w[cut], nnx.state(layers))
-            nnx.update(layers, state)
-            layers.first, layers.end = layers.first + begin, layers.first + stop
+        if layers := getattr(part, name, None):
+            setattr(part, name, layers.cut(*(min(max(at, layers.first), layers.end) for at in (first, end))))
     if first:
         for name in ("embed_tokens", "lm_head"):
             if hasattr(part, name):
