@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import pytest
 from conftest import run
 from flax import nnx
-from test_tpu import config_of, patient_config, pytestmark  # noqa: F401  the marks are for the tests below
+from test_tpu import config_of, pytestmark  # noqa: F401  the marks are for the tests below
 
 from refusion_jax import DecodeSettings
 from refusion_jax.benchmarks.headline.tpu_estimates import forward_costs
@@ -33,9 +33,9 @@ ROWS, CACHE, PLACES = 8, 1024 + 32, 8 * 2 * 32  # a block is written after the t
 
 
 @pytest.mark.thorough
-def test_a_decoder_that_does_not_fit_is_told_the_batch_that_does(tmp_path):
+def test_a_decoder_that_does_not_fit_is_told_the_batch_that_does():
     """One that compiles in a fifth of the time; the default's is looked into below."""
-    flags = [f"--config={patient_config(tmp_path)}:0.6b", "--topology=v5e:2x2", "--config.model.num_hidden_layers=4"]
+    flags = ["--config=configs/refusion_8b.py:0.6b", "--topology=v5e:2x2", "--config.model.num_hidden_layers=4"]
     flags += ["--what=decode", "--decode.method=sequential", "--memory_only", "--json"]
     flags += ["--decode.batch_size=1040"]  # of which 520 and 260 are a whole number of rows for each chip
     out, err = run("plan", *flags, code=2)

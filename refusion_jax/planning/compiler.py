@@ -98,13 +98,11 @@ def prepare_environment() -> None:
         os.environ.setdefault(name, "3")
 
 
-def compile_program(
-    lower: Callable[..., jax.stages.Lowered], arguments: tuple, memory_only: bool, until: float = math.inf
-) -> Compiled:
+def compile_program(lower: Callable[..., jax.stages.Lowered], arguments: tuple, memory_only: bool) -> Compiled:
     """Compiles in a child process, which calls a module-level function with arguments that can be sent to it.
 
     With `memory_only` it is stopped as soon as the memory is known. Raises UserError where the program cannot be built,
-    with the message of the child, and TimeoutError where that is not known by `until`, of the monotonic clock.
+    with the message of the child.
     """
     began = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="plan-") as directory:
@@ -113,10 +111,6 @@ def compile_program(
         child.start()
         while child.is_alive():
             child.join(0.05)
-            if time.monotonic() > until:
-                child.kill()
-                child.join()
-                raise TimeoutError
             if memory_only and (name := _module_name(path)) and (path / f"{name}.{_LAST}").exists():
                 child.kill()
                 child.join()

@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-import math
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -26,15 +25,13 @@ from refusion_jax.systems.interface import train_flops_per_row
 GIB = 2.0**30
 
 
-def plan_train(
-    config: ml_collections.ConfigDict, topology: str, slices: int, memory_only: bool, until: float = math.inf
-) -> dict:
+def plan_train(config: ml_collections.ConfigDict, topology: str, slices: int, memory_only: bool) -> dict:
     """Compiles the training step of a config and reports its memory, costs and estimated time.
 
     Values are per JAX device unless the key says otherwise. On TPU7x a chip is two devices; `chips` and `rows_per_chip`
-    refer to whole chips. UserError where the config cannot run on the topology; TimeoutError as `compile_program`.
+    refer to whole chips. UserError where the config cannot run on the topology.
     """
-    compiled = compile_program(programs.lower_train, (config.to_json(), topology, slices), memory_only, until)
+    compiled = compile_program(programs.lower_train, (config.to_json(), topology, slices), memory_only)
     mesh, chip = sharding.make_mesh(config.mesh, tpu_devices(topology, slices)), find_chip(topology)
     costs = count(compiled.module, mesh.size // slices)
     times, shape = estimate(costs, chip), model_config(config)
@@ -90,12 +87,7 @@ def plan_dump(path: Path, topology: str, slices: int) -> dict:
 
 
 def plan_decode(
-    config: ml_collections.ConfigDict,
-    topology: str,
-    slices: int,
-    settings: Settings,
-    memory_only: bool,
-    until: float = math.inf,
+    config: ml_collections.ConfigDict, topology: str, slices: int, settings: Settings, memory_only: bool
 ) -> dict:
     """Compiles decoding; raises as `plan_train`.
 
@@ -103,7 +95,7 @@ def plan_decode(
     forward pass alone; both for a full cache.
     """
     arguments = (config.to_json(), topology, slices, settings)
-    compiled = compile_program(programs.lower_decode, arguments, memory_only, until)
+    compiled = compile_program(programs.lower_decode, arguments, memory_only)
     mesh, chip = sharding.make_mesh(config.mesh, tpu_devices(topology, slices)), find_chip(topology)
     costs = count(compiled.module, mesh.size // slices)
     forward = count(dataclasses.replace(compiled.module, entry=decoding_loop(compiled.module)), mesh.size // slices)

@@ -8,7 +8,6 @@ import bisect
 import copy
 import dataclasses
 import math
-import time
 from collections.abc import Callable, Iterator, Sequence
 
 import ml_collections
@@ -24,7 +23,6 @@ from refusion_jax.planning.programs import state_bytes
 from refusion_jax.planning.report import plan_decode, plan_train
 
 *_, _SMALL, _SMALLEST = REMAT_POLICIES  # the two that need the least memory
-FIX_SECONDS = 60.0  # on the clock, until no more changes are tried
 
 
 def search(config: ml_collections.ConfigDict, topology: str, slices: int, tell: Callable[[dict], None]) -> list[dict]:
@@ -48,11 +46,7 @@ def search(config: ml_collections.ConfigDict, topology: str, slices: int, tell: 
 
 
 def fix_for(config: ml_collections.ConfigDict, topology: str, slices: int) -> str:
-    """The smallest change of how a step runs that makes it fit, as flags; "" where none of those tried does.
-
-    Raises TimeoutError where none was found in FIX_SECONDS.
-    """
-    until = time.monotonic() + FIX_SECONDS
+    """The smallest change of how a step runs that makes it fit, as flags; "" where none of those tried does."""
 
     def fits(flags: dict) -> bool:
         if not changes(config, flags):
@@ -62,7 +56,7 @@ def fix_for(config: ml_collections.ConfigDict, topology: str, slices: int) -> st
             mesh = make_mesh(changed.mesh, tpu_devices(topology, slices))
             if state_bytes(changed, mesh) > find_chip(topology).hbm_limit:
                 return False  # whatever the activations take: nothing needs to be compiled
-            return plan_train(changed, topology, slices, memory_only=True, until=until)["fits"]
+            return plan_train(changed, topology, slices, memory_only=True)["fits"]
         except UserError:
             return False  # a size that this mesh does not divide
 
@@ -82,12 +76,11 @@ def fix_for(config: ml_collections.ConfigDict, topology: str, slices: int) -> st
 
 
 def fix_for_decode(config: ml_collections.ConfigDict, topology: str, slices: int, settings: Settings) -> str:
-    """The largest batch, halved as often as needed, that fits and can be split, or ""; TimeoutError as `fix_for`."""
-    until = time.monotonic() + FIX_SECONDS
+    """The largest batch, halved as often as needed, that fits and can be split, or ""."""
 
     def fits(rows: int) -> bool:
         smaller = dataclasses.replace(settings, batch_size=rows)
-        return plan_decode(config, topology, slices, smaller, memory_only=True, until=until)["fits"]
+        return plan_decode(config, topology, slices, smaller, memory_only=True)["fits"]
 
     parts = shard_count(make_mesh(config.mesh, tpu_devices(topology, slices)), "batch")
     halves = [settings.batch_size >> n for n in range(1, settings.batch_size.bit_length())]
