@@ -172,9 +172,9 @@ def test_a_search_tries_the_whole_batch_at_once_and_what_the_config_does(rows_pe
 
     monkeypatch.setattr("refusion_jax.planning.search.plan_train", plan)
     prepare_environment()
-    config, told = default_config(), []
+    config = default_config()
     config.update({"batch_size": 4 * rows_per_chip, "accumulation": own})
-    search(config, "v5e:2x2", 1, told.append)
+    told = list(search(config, "v5e:2x2", 1))
     counts = [record["accumulation"] for record in told if "--config.mesh.tensor=1" in record["flags"].split()]
     assert counts == tried * (len(counts) // len(tried))
     shared = [record["accumulation"] for record in told if "--config.mesh.tensor=4" in record["flags"].split()]

@@ -25,9 +25,9 @@ from refusion_jax.planning.report import plan_decode, plan_train
 *_, _SMALL, _SMALLEST = REMAT_POLICIES  # the two that need the least memory
 
 
-def search(config: ml_collections.ConfigDict, topology: str, slices: int, tell: Callable[[dict], None]) -> list[dict]:
-    """The candidates that fit, fastest first; `tell` gets each record, with its "flags", as soon as it is known."""
-    found, devices = [], tpu_devices(topology, slices)
+def search(config: ml_collections.ConfigDict, topology: str, slices: int) -> Iterator[dict]:
+    """The record of each candidate, with its "flags", as soon as it is known."""
+    devices = tpu_devices(topology, slices)
     for mesh in _meshes(config, len(devices)):
         parts = shard_count(make_mesh(with_flags(config, mesh).mesh, devices), "batch")
         for remat in REMAT_POLICIES:
@@ -38,11 +38,9 @@ def search(config: ml_collections.ConfigDict, topology: str, slices: int, tell: 
                 except UserError:
                     continue  # a size that this mesh does not divide
                 record["flags"] = as_flags(flags)
-                tell(record)
+                yield record
                 if not record["fits"]:
                     break  # more rows per forward would need more memory
-                found.append(record)
-    return sorted(found, key=lambda record: record["step_seconds"])
 
 
 def fix_for(config: ml_collections.ConfigDict, topology: str, slices: int) -> str:
