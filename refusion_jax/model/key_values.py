@@ -48,19 +48,21 @@ class KeyValues:
 
 
 def attend_over(
-    cached: KeyValues, length: Int32[Array, "B"], visible: Bool[Array, "B T T"], ragged: Ragged
+    cached: KeyValues, length: Int32[Array, "B"], visible: Bool[Array, "B T T"], ragged: Ragged, before: int = 0
 ) -> Callable:
     """Attention of the new tokens of one layer: (q, k, v, layer) -> (heads, the new keys and values as kept).
 
-    q, k, v and what is returned are packed; the other arguments are those of `Transformer.extend_hidden`.
+    q, k, v and what is returned are packed. `before` is the place of layer 0 in the cache: negative, where the cache
+    begins with a later one. The other arguments are those of `Transformer.extend_hidden`.
     """
     if not is_for_kernel(cached.keys, ragged.width):
-        return _by_parts(cached, length, visible, ragged)
+        return _by_parts(cached, length, visible, ragged, before)
     from refusion_jax.model import cache_kernel  # Pallas: 0.1 s that other devices need not wait for
 
     def attend(q, k, v, layer):
         rows = (ragged.spread(x) for x in (q, k, v))
-        heads = cache_kernel.cache_attention(*rows, visible, cached.keys, cached.values, layer, length, ragged.fed)
+        entries = cached.keys, cached.values, layer + before
+        heads = cache_kernel.cache_attention(*rows, visible, *entries, length, ragged.fed)
         return ragged.pack(heads), KeyValues(k, v)
 
     return attend
@@ -74,7 +76,7 @@ def is_for_kernel(cached: Array, tokens: int) -> bool:
     return rows > _ROWS_OF_XLA and cached.shape[3] > 0 and tokens <= _MOST_NEW
 
 
-def _by_parts(cached, length, visible, ragged) -> Callable:
+def _by_parts(cached, length, visible, ragged, before: int) -> Callable:
     """Attention by XLA, over the least part of the cache that holds all rows."""
     sizes = key_counts(cached.keys.shape[3])
     enough = jnp.sum(jnp.max(length) > jnp.array(sizes[:-1], jnp.int32))  # index of the least that holds all rows
@@ -88,7 +90,7 @@ def _by_parts(cached, length, visible, ragged) -> Callable:
         def over(size):
             def take(x):
                 # One slice with the size: a slice of the whole layer's entries would be read from memory first.
-                x = jax.lax.dynamic_slice(x, (layer, 0, 0, 0, 0), (1, *x.shape[1:3], size, x.shape[4]))[0]
+                x = jax.lax.dynamic_slice(x, (layer + before, 0, 0, 0, 0), (1, *x.shape[1:3], size, x.shape[4]))[0]
                 return ragged.rows_of_tiles(x)  # [tiles, K, size, H]
 
             def run():

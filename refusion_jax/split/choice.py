@@ -185,15 +185,14 @@ def measure(config: ModelConfig, dtype: str, weights: str = "same", cache: str =
     draw = np.random.default_rng(0)
     state = jax.tree.map(lambda w: jnp.asarray(draw.normal(0, 0.02, w.shape), w.dtype), state)
     part = nnx.merge(graphdef, state).rounded(weights, cache)
-    first, cached = part.layers.first, part.empty_cache(1, 64)
+    before, cached = -part.layers.first, part.empty_cache(1, 64)
     graphdef, params = nnx.split(part)
 
     @jax.jit
     def run(params, x):
         ragged = Ragged.whole(*x.shape[:2])
-        over = attend_over(cached, jnp.full((1,), 32), jnp.ones((1, *2 * x.shape[1:2]), bool), ragged)
-        positions = jnp.zeros(x.shape[:2], jnp.int32)
-        return nnx.merge(graphdef, params).through_layers(x, positions, lambda *a: over(*a[:3], a[3] - first))[0]
+        attend = attend_over(cached, jnp.full((1,), 32), jnp.ones((1, *2 * x.shape[1:2]), bool), ragged, before)
+        return nnx.merge(graphdef, params).through_layers(x, jnp.zeros(x.shape[:2], jnp.int32), attend)[0]
 
     took = []
     for tokens in _MEASURED:

@@ -137,11 +137,7 @@ class Upper:
 def _forward(graphdef, params, packing: Packing, caches: list[KeyValues], x, positions, visible, length, fed):
     part, ragged = nnx.merge(graphdef, params), packing.ragged(fed)
     cached = jax.tree.map(lambda *parts: jnp.concatenate(parts, 1), *caches)
-    first, over = _first_layer(part), attend_over(cached, length, visible, ragged)
-
-    def attend(q, k, v, number):
-        return over(q, k, v, number - first)
-
+    attend = attend_over(cached, length, visible, ragged, -_first_layer(part))
     x, new, _ = part.through_layers(ragged.pack(x.astype(part.dtype)), ragged.pack(positions), attend)
     new = jax.tree.map(lambda x: jax.vmap(ragged.spread)(x), new)  # [L, B, T, K, H]
     at = length[:, None] + jnp.arange(packing.width)[None]  # [B, T]; those past the end are never committed

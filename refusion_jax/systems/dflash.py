@@ -126,8 +126,8 @@ class WithDrafter(Wrapper):
         return in_vocabulary(self.drafter.logits(self.drafter.normed(x)), self.config.vocab_size)
 
     def _through_drafter(self, x, positions, cached, length, visible) -> tuple[Float[Array, "B T D"], KeyValues]:
-        attend, before = attend_over(cached, length, visible, Ragged.whole(*x.shape[:2])), self.config.num_hidden_layers
-        return self.drafter.through_layers(x, positions, lambda q, k, v, layer: attend(q, k, v, before + layer))[:2]
+        attend = attend_over(cached, length, visible, Ragged.whole(*x.shape[:2]), self.config.num_hidden_layers)
+        return self.drafter.through_layers(x, positions, attend)[:2]
 
 
 def _stacked(model: KeyValues, drafter: KeyValues) -> KeyValues:
