@@ -57,13 +57,7 @@ def undecorated(name: str) -> str:
         (copy_of_llada("odd").replace("=MaskedDiffusion,", "=MaskedDiffusion(0),"), "UserError: .*no base class Objec"),
         (copy_of_llada("odd").replace('section="odd"', 'section="o.d"'), "UserError: .*section has no name of letters"),
         (copy_of_llada("odd").replace('former={"eps": 1e-3}', 'block_key="eps"'), "UserError: .*no setting 'eps', its"),
-        (
-            copy_of_llada("odd").replace('    """How to', '    auxiliary_models = ("verifier",)\n    """How to'),
-            "UserError: .*the settings class of its decoder 'odd' has no dict auxiliary_models",
-        ),
-        (copy_of_llada("odd").replace('("r2ft",)', '"r2ft"'), "UserError: .*its field decodes has no tuple of names"),
         (copy_of_llada("odd").replace("padding: float", "more: float\n    padding: float"), "TypeError: .*'more'"),
-        (copy_of_llada("odd").replace('name="odd"', 'name=""'), "UserError: system '': it, or a decoder, has no name"),
         (copy_of_llada("odd").replace("steps: int", "width: int"), "UserError: .*its --decode.width has no name"),
         (copy_of_llada("odd").replace("setting(0,", "setting(None,"), "UserError: .*its --decode.steps has no default"),
         (

@@ -108,16 +108,10 @@ def _missing(system: System) -> Iterator[tuple[str, str]]:
         yield "its config section", "name of letters, digits and underscores"
     if system.block_key and system.block_key not in system.keys:
         yield "its objective", f"setting {system.block_key!r}, its block_key"
-    if not isinstance(system.decodes, tuple):
-        yield "its field decodes", "tuple of names"
-    if not all({system.name, *system.decoders}):
-        yield "it, or a decoder,", "name"
     for name, decoder in system.decoders.items():
         part = f"its decoder {name!r}"
         yield from _lacking(part, decoder, Decoder)
         yield from _lacking(f"the settings class of {part}", getattr(decoder, "settings", None), Settings)
-        if not isinstance(decoder.settings.auxiliary_models, dict):
-            yield f"the settings class of {part}", "dict auxiliary_models"
         if name not in system.references:
             yield part, "reference"
         taken = {f.name for f in dataclasses.fields(Decoder)} - {*declared(Settings)}
