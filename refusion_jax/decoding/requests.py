@@ -173,8 +173,6 @@ def prepare(requests: Sequence[Sequence[int] | Request], settings: Settings, mod
         noise = default if request.noise is None else request.noise
         check_made("settings", own, Settings, "DecodeSettings")
         own, name = dataclasses.replace(own, **of_call), request.name or f"prompt {i}"
-        if not (isinstance(noise, int | np.integer) and 0 <= noise < 2**32):
-            raise UserError(f"{name}: noise={noise}: must be a whole number from 0 to 2^32 - 1")
         parts = (int(x) if isinstance(x, int | np.integer) else whole_numbers(name, x) for x in request.template)
         prompt, template = whole_numbers(name, request.prompt), tuple(parts)
         request = dataclasses.replace(request, prompt=prompt, template=template, settings=own, noise=noise, name=name)
