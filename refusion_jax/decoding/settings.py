@@ -18,7 +18,6 @@ from refusion_jax.cli.settings import declared, scope, setting
 from refusion_jax.model.shape import ModelConfig
 
 _MOST_NEW_TOKENS = 128  # unless asked for
-_NEVER_CHOSEN = 3  # tokens at most: mask, padding, and EOS before what is given
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,11 +76,6 @@ class Settings:
     def __post_init__(self):
         for name, own in declared(type(self)).items():
             own.check("decode", name, getattr(self, name))
-        if 0 < self.head_rows <= _NEVER_CHOSEN:
-            self.refuse(
-                "head_rows",
-                f"must be 0, or above {_NEVER_CHOSEN}: so many tokens (mask, padding, EOS) are never chosen",
-            )
         self.check()
 
     def check(self) -> None:
@@ -123,9 +117,9 @@ class Settings:
         names = [n for n in scope(type(self), "row") if not isinstance(own[n].default, str) and n != "seed"]
         return {name: type(own[name].default)(getattr(self, name)) for name in sorted(names)}
 
-    def fill_in(self, room: int) -> Self:
-        """The settings with max_new_tokens filled in: what fits into `room`, at least one `multiple`, at most 128."""
-        fitting = max(min(room, _MOST_NEW_TOKENS) // self.multiple, 1) * self.multiple
+    def fill_in(self, room: int, most: int = _MOST_NEW_TOKENS) -> Self:
+        """The settings with max_new_tokens filled in: what fits into `room` and `most`, but at least one `multiple`."""
+        fitting = max(min(room, most) // self.multiple, 1) * self.multiple
         return self if self.max_new_tokens else dataclasses.replace(self, max_new_tokens=fitting)
 
 

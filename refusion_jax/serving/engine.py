@@ -65,9 +65,9 @@ def sized(settings: Settings, model: ModelConfig, most: int = 2**31) -> Settings
     reads = model.max_position_embeddings
     if settings.cache_length > reads:
         settings.refuse("cache_length", f"the model reads {reads} tokens")
-    room, multiple = settings.cache_length or min(reads, most), settings.for_model(model).multiple
-    fitting = max(min(_NEW_TOKENS, room // 2) // multiple, 1) * multiple
-    return dataclasses.replace(settings, cache_length=room, max_new_tokens=settings.max_new_tokens or fitting)
+    room = settings.cache_length or min(reads, most)
+    fitting = settings.for_model(model).fill_in(room // 2, _NEW_TOKENS).max_new_tokens
+    return dataclasses.replace(settings, cache_length=room, max_new_tokens=fitting)
 
 
 class Engine:
