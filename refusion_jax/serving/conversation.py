@@ -2,7 +2,7 @@
 
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, Json, field_validator, model_validator
+from pydantic import Field, Json, model_validator
 
 from refusion_jax.serving.strict import Strict
 
@@ -24,13 +24,6 @@ class Function(Strict):
     description: str = ""
     parameters: dict[str, Any] = Field(default_factory=dict, description="A JSON Schema of an object")
     strict: bool = True
-
-    @field_validator("parameters")
-    @classmethod
-    def _arguments_are_an_object(cls, schema: dict[str, Any]) -> dict[str, Any]:
-        if schema.get("type", "object") != "object":
-            raise ValueError("must be the schema of an object")
-        return schema
 
 
 class Tool(Strict):
@@ -81,8 +74,6 @@ class Message(Strict):
     def _something_is_said(self) -> Self:
         if "content" not in self.model_fields_set and not self.tool_calls:
             raise ValueError("content: is missing")
-        if self.tool_calls and self.role != "assistant":
-            raise ValueError("tool_calls: are the assistant's")
         return self
 
     @property

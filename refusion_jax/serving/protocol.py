@@ -204,8 +204,6 @@ class Chat(_Body):
     @model_validator(mode="after")
     def _fields_fit_together(self) -> Self:
         names = [tool.function.name for tool in self.tools]
-        if len({*names}) < len(names):
-            raise ValueError("tools: two have the same name")
         if self.tool_choice == "required" and not names:
             raise ValueError("tool_choice: required needs tools")
         if isinstance(self.tool_choice, NamedTool) and self.tool_choice.function.name not in names:
