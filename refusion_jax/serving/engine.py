@@ -26,6 +26,7 @@ from refusion_jax.decoding.memory import room_besides
 from refusion_jax.decoding.queue import batch_rows, mesh_of
 from refusion_jax.decoding.requests import Answer, Request, check_tokens, prepare, read_answer
 from refusion_jax.decoding.settings import Settings
+from refusion_jax.decoding.stops import Stops
 from refusion_jax.distributed.sharding import shard_count
 from refusion_jax.model.shape import ModelConfig
 from refusion_jax.model.transformer import Transformer
@@ -352,6 +353,19 @@ class Engine:
             job.fail(error)
             goes_on = False
         job.is_over = is_finished or not goes_on
+
+
+@dataclasses.dataclass(frozen=True)
+class Choice:
+    """One answer that a client wants, as all who deal with an answer read it."""
+
+    prompt: list[int]  # as the model reads it
+    added: int  # leading tokens of it that the client did not send: 1 for a BOS, or 0
+    text: str | None  # that the prompt was given as
+    request: Request | None  # checked; None where no token is to be decoded
+    limit: int  # tokens of the answer, at most
+    stops: Stops
+    engine: Engine  # that decodes it
 
 
 def _kept_blocks(model: Transformer, decoder: Decoder, rows: int, most: int | None) -> int:

@@ -15,8 +15,7 @@ from starlette.exceptions import HTTPException
 
 from refusion_jax.cli.errors import UserError
 from refusion_jax.decoding.requests import Answer
-from refusion_jax.serving.choices import Choice
-from refusion_jax.serving.engine import Job
+from refusion_jax.serving.engine import Choice, Job
 from refusion_jax.serving.errors import error_body
 from refusion_jax.serving.protocol import Chat, Completion, StreamOptions
 from refusion_jax.serving.scores import ScoredStream

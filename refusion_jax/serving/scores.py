@@ -11,7 +11,7 @@ from refusion_jax.decoding.prompts import Decode, tokens_of
 from refusion_jax.decoding.settings import Settings
 from refusion_jax.evaluation.likelihood import TokenScore, token_scores
 from refusion_jax.model.transformer import Transformer
-from refusion_jax.serving.choices import Choice
+from refusion_jax.serving.engine import Choice
 from refusion_jax.serving.protocol import Chat, Completion
 from refusion_jax.serving.writer import Delta
 

@@ -16,8 +16,7 @@ from refusion_jax.decoding.requests import Answer, Request
 from refusion_jax.decoding.settings import Settings, TokenIds
 from refusion_jax.decoding.stops import Stops
 from refusion_jax.model.transformer import Transformer
-from refusion_jax.serving.choices import Choice
-from refusion_jax.serving.engine import Engine
+from refusion_jax.serving.engine import Choice, Engine
 from refusion_jax.serving.grammar import Grammars
 from refusion_jax.serving.metrics import Metrics
 from refusion_jax.serving.protocol import Chat, Completion
