@@ -55,13 +55,9 @@ def bytes_per_token(model: ModelConfig, dtype: jnp.dtype) -> int:
 def prefill(model: Transformer, given: Given, chunk_length: int, block_size: int = 1) -> Cache:
     """Fills a new cache with the keys and values of the given tokens, one chunk of tokens per forward.
 
-    Args:
-      model: the transformer.
-      given: [B, C] tokens, padded on the right; C is also the capacity of the cache. Keys and values in `given.shared`
-        are copied, not computed.
-      chunk_length: tokens per forward, at most C; a multiple of the block size. See `tokens_at_once`.
-      block_size: attention is causal over blocks of this size, counted from the first token. The entries of a last,
-        incomplete block are not valid.
+    The cache has C entries, as there are [B, C] given tokens; keys and values in `given.shared` are copied, not
+    computed. Of a chunk's length, a multiple of the block size, see `tokens_at_once`. Attention is causal over blocks
+    of this size, counted from the first token.
     """
     B, C = given.tokens.shape
     T, first, cache = tokens_at_once(chunk_length, block_size), 0, Cache.empty(model, B, C)
@@ -72,8 +68,10 @@ def prefill(model: Transformer, given: Given, chunk_length: int, block_size: int
         # Where the last chunk would reach beyond the cache, it begins earlier and computes some entries again.
         at = jnp.minimum(first + i * T, C - T)
         tokens, positions = (jax.lax.dynamic_slice_in_dim(x, at, T, 1) for x in (given.tokens, given.positions))
-        block = (at + jnp.arange(T)) // block_size
-        visible = (block[:, None] >= block[None])[None]
+        index = (at + jnp.arange(T))[None]
+        visible = index[:, :, None] // block_size >= index[:, None] // block_size
+        if block_size > 1:  # the tokens of a last, incomplete block do not see the padding after them
+            visible &= (index < given.length[:, None])[:, None]
         _, cache = extend(model, Cache(cache.entries, jnp.full((B,), at)), tokens, positions, visible)
         return cache
 
@@ -109,13 +107,8 @@ def extend(
 ) -> tuple[Float32[Array, "B T V"], Cache]:
     """A forward pass of T new tokens of each row on top of the committed ones: (logits, the cache with their entries).
 
-    The new entries are written after the committed ones, but not committed.
-
-    Args:
-      model, cache: the transformer, and a cache with room for T more entries in every row.
-      tokens, positions: the new tokens, and the place of each in its text.
-      visible: which new tokens each new token attends to; by default itself and those before it. All of them attend to
-        every committed entry.
+    The new entries are written after the committed ones, where each row has room for T, but not committed. New tokens
+    attend to every committed entry, and to the `visible` new ones, by default themselves and those before them.
     """
     B, T = tokens.shape
     visible = jnp.tril(jnp.ones((1, T, T), bool)) if visible is None else visible

@@ -26,8 +26,7 @@ from `init_from`. Our choices: noise up to 1 (`most`; 0.7 in the paper), since a
 a model without a teacher has to learn; increments are scaled by each document's own number of blocks, not by the
 largest of the batch; at most four blocks are fed, so that shapes are static; mask and padding are never chosen.
 
-Axes: B rows, T row length, C text length, N tokens to decode, K block length, W blocks in flight, F = W K tokens fed,
-P given tokens.
+Axes: B rows, T row length, C text length, N tokens to decode, K block length, W blocks in flight, F = W K tokens fed.
 """
 
 import dataclasses
@@ -165,14 +164,9 @@ class Pipeline(Decoder):
 
     def init(self, model: Transformer, layout: Layout, keys: Key[Array, "B"]) -> State:
         """The initial state: prompts are cached, with bidirectional attention; no block is open."""
-        given, P = layout.given, self.chunk  # at once: they see each other
-        B, C = given.tokens.shape
-        zeros = jnp.zeros((B,), jnp.int32)
-        seen = jnp.broadcast_to((jnp.arange(P)[None] < given.length[:, None])[:, None], (B, P, P))
-        nothing = kv.Cache.empty(model, B, 0).entries
-        _, new = model.extend_hidden(given.tokens[:, :P], given.positions[:, :P], nothing, zeros, seen)
-        cache = kv.commit(kv.write(kv.Cache.empty(model, B, C), new), given.length)
-        return State.start_text(layout, keys, self.width, self.ids.mask_id, cache=cache, opened=zeros)
+        cache = kv.prefill(model, layout.given, self.chunk, block_size=self.chunk)
+        own = {"cache": cache, "opened": jnp.zeros_like(cache.length)}
+        return State.start_text(layout, keys, self.width, self.ids.mask_id, **own)
 
     def step(self, model: Transformer, s: State) -> State:
         """One forward pass over the blocks in flight."""
