@@ -163,10 +163,8 @@ class RunningBatch:
         """An empty batch; SettingError where it does not fit into memory.
 
         Args:
-          model: from `load_model`. The batch is split over the mesh of its weights.
-          decoder: with sizes that serve all requests.
           like: any request; only its structure as arrays matters.
-          rows: B, in whole shards.
+          rows: B, in whole shards of the mesh of the weights.
           blocks: of what prompts begin with, that are kept for others, if the decoder copies them.
           counts_drafts: whether `Progress` has drafts.
         """

@@ -72,10 +72,7 @@ def make_loss(
 ) -> Callable[[dict], dict[str, jax.Array]]:
     """Builds (weights) -> float32 scalars: eval_loss, its terms, and the mean of each term by group.
 
-    Args:
-      config, graphdef: of the run and its transformer.
-      rows: [N, T], from `place`.
-      objective: of the run. Its corruption is compiled here, to find the values of diagnostics.
+    The rows, [N, T], are those of `place`. The objective's corruption is compiled here, to find values of diagnostics.
     """
     parts = rows.tokens.shape[0] // config.batch_size * config.accumulation
     everywhere = sharding.sharding(rows.tokens.sharding.mesh)

@@ -89,7 +89,6 @@ def likelihoods(
     """`log_likelihood` with its standard error, and whether the continuation is the greedy one.
 
     Args:
-      model, prompts, continuations, slot_size, order: of `log_likelihood`.
       draws: number of random orders, or of draws for a bound, to average; 0: 1 order, or 64 draws.
       seed: of the draws.
       method: a decoder of the model's system, as in DecodeSettings; by default the default system's.

@@ -189,12 +189,7 @@ def commit(
 ) -> MaskedText:
     """The state once some masks of a window are committed; a row whose answer is complete becomes inactive.
 
-    Args:
-      s, w: the state before, and the window.
-      tokens: one for each of its places.
-      chosen: which of them to commit; places that are not masked are ignored.
-      ids: of the special tokens.
-      took_part: the active rows that this forward pass served.
+    Of the `chosen` places those that are not masked are ignored; `took_part` are the active rows that were served.
     """
     chosen = chosen & w.masked & took_part[:, None]
     after = s.replace(

@@ -234,11 +234,8 @@ class Drafting(Continuer):
         """Drafts of the tokens after the committed ones: by the masks after the longest prefix that was accepted, or
         else those that were not reached.
 
-        Args:
-          s: the state before.
-          drawn, sure: the tokens at the masks, W = N G of them, and the highest probability at each.
-          prefixes: number of drafts that the masks see.
-          accepted, kept: number of accepted drafts, and of committed tokens.
+        At the W = N G masks, which see `prefixes` drafts, `drawn` tokens were taken, and `sure` is the highest
+        probability. There were `accepted` drafts, and `kept` tokens were committed.
         """
         M, N = s.drafts.shape[1], drawn.shape[1] // prefixes.shape[1]
         usable = jnp.where(prefixes <= accepted[:, None], prefixes, -1)

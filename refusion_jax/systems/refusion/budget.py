@@ -63,11 +63,8 @@ def shapes_of(rows: int, width: int, needed: int, budget: int, slot_size: int) -
 
     Rows are seldom wide at the same time, so most forward passes need only part of the places that all rows could fill.
 
-    Args:
-      rows: of a shard; most have whole slots.
-      width, needed: tokens of a row, at most, and those of them without speculation.
-      budget: up to how many tokens all rows together may speculate.
-      slot_size: of these rows.
+    There are so many rows in a shard, most with whole slots, of `width` tokens at most, `needed` without speculation;
+    all of them together may speculate up to `budget` tokens.
     """
     most = max(rows * needed, min(rows * width, budget))
     sizes = [-(-most * 2**i // 3**i) for i in range(_SHAPES)]

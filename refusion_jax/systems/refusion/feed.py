@@ -112,11 +112,8 @@ def run(
 ) -> tuple[Float[Array, "S P D"], Int32[Array, "B W"], KeyValues]:
     """A forward pass: (input of the output head, packed; index there of each place of the feed; entries of the drafts).
 
-    Args:
-      model, cache: the transformer, and the committed tokens, which all tokens of the feed attend to.
-      feed, visible: what is fed, and which tokens of it each one attends to.
-      shape, sizes: index of the compiled shape to run, and the shapes.
-      drafts: the largest number of drafts of a row: only these can be committed.
+    All tokens of the feed attend to the cache, and to those of the feed that are visible to them. `shape` is the index
+    of the compiled shape to run, `drafts` the largest number of drafts of a row: only these can be committed.
     """
     W, most = feed.tokens.shape[1], sizes.shapes[-1].places
 
@@ -152,11 +149,8 @@ def read(
 ) -> list[Reading]:
     """Reads the tokens at all places of a feed whose logits are needed, for each part.
 
-    Args:
-      model, hidden, index, feed: the output head, what the forward pass gave, and what was fed.
-      draws: of each row the key of the new samples, the key that the drafts were sampled with, and the settings.
-      ids: of the special tokens.
-      sizes, grid: with C; B, M, K.
+    `hidden` and `index` are those of `run`. The draws are, of each row, the key of the new samples, the key that the
+    drafts were sampled with, and the settings; the grid is (B, M, K).
     """
     (B, W), shards, portion = feed.tokens.shape, sizes.shards, sizes.portion
 

@@ -90,11 +90,8 @@ def infill_exactly(text: CommittedText, chosen: list[range], draft: dict[int, in
     The chosen slots in sequence are fed together. Each draft that differs from the token to have at its place is
     replaced by it; the first replacement is final, since all tokens before it are.
 
-    Args:
-      text: the committed text.
-      chosen: slots in text order.
-      draft: place -> the plan's token; the first token of a slot is final.
-      chance: place -> the probability of that token in the plan.
+    The slots are in text order. `draft` has the plan's token of each place, of which the first of a slot is final, and
+    `chance` its probability in the plan.
     """
     blend, eos, now = text.request.settings.infill_blend, text.ids.eos_id, dict(draft)
     while chosen:
