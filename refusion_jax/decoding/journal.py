@@ -20,10 +20,10 @@ _SYNC_SECONDS = 1.0  # of answers may be lost when the machine fails; a killed p
 class Journal:
     """The finished answers of one call; `records` maps the key of each prompt to its output record.
 
-    No file is made before the first `add`. While it is open, other processes cannot write to it.
+    No file is made before the first `add`, or without a path. While it is open, other processes cannot write to it.
     """
 
-    def __init__(self, path: Path, call: dict[str, str] | None, keys: Container[int] | None = None):
+    def __init__(self, path: Path | None, call: dict[str, str] | None = None, keys: Container[int] | None = None):
         """Reads the answers of an earlier call that was cut off; refuses what another process writes, or is no journal.
 
         `call` has all that the answers depend on, as short texts by name, and the journal of another call is refused;
@@ -33,7 +33,7 @@ class Journal:
         self._log: AppendLog | None = None
         self._synced, self._is_empty = time.monotonic(), True
         self.records: dict[int | str, dict[str, Any]] = {}
-        if os.path.lexists(path):
+        if path and os.path.lexists(path):
             self._log = AppendLog(path, create=False)
             lines, cut_off = self._log.read()
             self._is_empty = not lines
@@ -44,6 +44,11 @@ class Journal:
 
     def add(self, key: int | str, record: dict[str, Any]) -> None:
         """Writes an answer; Failure where it cannot be, and earlier ones stay. Refuses what another process writes."""
+        if self.path:
+            self._write({"key": key, "record": record})
+        self.records[key] = record
+
+    def _write(self, entry: dict[str, Any]) -> None:
         try:
             if self._log is None:
                 self.path.parent.mkdir(parents=True, exist_ok=True)
@@ -51,8 +56,7 @@ class Journal:
             if self._is_empty and self._call is not None:
                 self._log.append({"call": self._call})
             self._is_empty = False
-            self._log.append({"key": key, "record": record})
-            self.records[key] = record
+            self._log.append(entry)
             if time.monotonic() - self._synced > _SYNC_SECONDS:
                 self._log.sync()
                 self._synced = time.monotonic()

@@ -45,22 +45,16 @@ class File:
         self._journals = [] if is_remote(path) else [Path(real + name) for name in names]
         for journal in self._journals:  # parts of two calls would never come to one file
             read_records(journal, call)
-        self._journal = Journal(self._journals[number - 1], call, range(count)) if self._journals else None
-        self._records = self._journal.records if self._journal else {}
+        self._journal = Journal(self._journals[number - 1] if self._journals else None, call, range(count))
+        self.add, self.close = self._journal.add, self._journal.close
         self._own = range(count)[number - 1 :: parts]
-        self.left = [i for i in self._own if i not in self._records]
+        self.left = [i for i in self._own if i not in self._journal.records]
         if done := len(self._own) - len(self.left):
             print(f"{self._journal.path}: {done} of {len(self._own)} answers are there, going on", flush=True)
 
-    def add(self, index: int, record: _Record) -> None:
-        if self._journal:
-            self._journal.add(index, record)
-        else:
-            self._records[index] = record
-
     def finish(self) -> None:
         """Writes the file, unless other processes have parts to answer yet; the journals go when it is there."""
-        records = dict(self._records)
+        records = dict(self._journal.records)
         for path in self._journals:
             records |= read_records(path, self._call)
         if missing := set(range(self._count)) - set(records):
@@ -70,10 +64,6 @@ class File:
         for path in self._journals:
             path.unlink(missing_ok=True)
         print(f"{self._path}: {self._count} answers, {len(self.left)} of them decoded now")
-
-    def close(self) -> None:
-        if self._journal:
-            self._journal.close()
 
 
 def is_on_disk(path: epath.PathLike) -> bool:

@@ -60,7 +60,7 @@ class EvaluatedModel(TemplateLM):
     method: str  # name of the decoder
     flags: dict[str, Any]  # decode settings from the command line; they override those of tasks and requests
     fingerprint: str = ""  # changes with the weights, since a journal may hold answers of other ones
-    journal: Journal | None = None  # of all answers; None: they are kept in memory only
+    journal: Journal = dataclasses.field(default_factory=lambda: Journal(None))  # of all answers; by default in memory
     chat: bool = False  # whether prompts are rendered by the tokenizer's chat template
     thinking: bool | None = None  # `enable_thinking` of the chat template; None: as in training
     scoring: dict[str, Any] | None = None  # slot_size, order, draws and seed of `likelihoods`, where not the defaults
@@ -74,16 +74,14 @@ class EvaluatedModel(TemplateLM):
         self._room = self.model.config.max_position_embeddings
         self._scored = longest_scored(self.model, self.method)
         self._identity = [self.name, self.fingerprint, tokenizer_hash(self.tokenizer)]
-        self.known: dict[str, dict[str, Any]] = self.journal.records if self.journal else {}
+        self.known: dict[str, dict[str, Any]] = self.journal.records
         self.known_before = set(self.known)
         self.task_settings: dict[str, dict[str, Any]] = {}  # by task; from the metadata of its file
         # Samples that were asked for, by task and number of the problem.
         self.asked: dict[str, dict[int, list[Sample]]] = collections.defaultdict(lambda: collections.defaultdict(list))
 
     def _keep(self, key: str, record: dict[str, Any]) -> None:
-        if self.journal:
-            self.journal.add(key, record)
-        self.known[key] = record
+        self.journal.add(key, record)
         self.alive()
 
     # Tokens and chats.

@@ -170,4 +170,4 @@ def open_store(directory: Path, call: dict[str, Any]) -> Journal:
         if directory.exists() and any(directory.iterdir()):
             raise UserError(f"--output={directory} is not empty, and holds no comparison; name another directory")
         write_file(about, json.dumps(call, indent=2) + "\n")
-    return Journal(directory / "measurements.jsonl", None)
+    return Journal(directory / "measurements.jsonl")
