@@ -32,7 +32,7 @@ def folder(tmp_path, monkeypatch):
 def copy_of_llada(name: str) -> str:
     """Source of a system of another name."""
     source = (ROOT / "refusion_jax" / "systems" / "llada.py").read_text()
-    for own in ('name="llada"', 'section="llada"', '{"llada": Denoise}', '{"llada": reference}'):
+    for own in ('name="llada"', '{"llada": Denoise}', '{"llada": reference}'):
         source = source.replace(own, own.replace("llada", name))
     return source
 
@@ -53,9 +53,8 @@ def undecorated(name: str) -> str:
             copy_of_llada("odd").replace('"odd",', '"odd", is_default=True,', 1),
             "UserError: .*'refusion' is the default",
         ),
-        (copy_of_llada("odd").replace('section="odd"', 'section=""'), "UserError: .*its config section has no name"),
         (copy_of_llada("odd").replace("=MaskedDiffusion,", "=MaskedDiffusion(0),"), "UserError: .*no base class Objec"),
-        (copy_of_llada("odd").replace('section="odd"', 'section="o.d"'), "UserError: .*section has no name of letters"),
+        (copy_of_llada("odd").replace('name="odd"', 'name="o.d"'), "UserError: .*section has no name of letters"),
         (copy_of_llada("odd").replace('former={"eps": 1e-3}', 'block_key="eps"'), "UserError: .*no setting 'eps', its"),
         (copy_of_llada("odd").replace("padding: float", "more: float\n    padding: float"), "TypeError: .*'more'"),
         (copy_of_llada("odd").replace("steps: int", "width: int"), "UserError: .*its --decode.width has no name"),

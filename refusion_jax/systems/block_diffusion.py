@@ -234,7 +234,6 @@ SYSTEM = System(
     objective=ComplementaryMasks,
     decoders={"block_diffusion": BlockByBlock},
     references={"block_diffusion": reference},
-    section="block_diffusion",
     former={"eps": 1e-3},
     block_key="block_size",
     releases=(

@@ -185,6 +185,5 @@ SYSTEM = System(
     objective=SoftTail,
     decoders={"card": CausalBlocks},
     references={"card": reference},
-    section="card",
     former={"own_mask": True},
 )

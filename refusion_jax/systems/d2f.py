@@ -240,6 +240,5 @@ SYSTEM = System(
     objective=BlockForcing,
     decoders={"d2f": Pipeline},
     references={"d2f": reference},
-    section="d2f",
     block_key="block_length",
 )

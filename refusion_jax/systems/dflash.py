@@ -185,7 +185,6 @@ SYSTEM = System(
     objective=DraftBlocks,
     decoders={"dflash": ReadAndDraft},
     references={"dflash": reference},
-    section="dflash",
     scoring=ar.SCORING,
     decodes=("ar",),
 )

@@ -157,7 +157,6 @@ SYSTEM = System(
     objective=ShiftedDiffusion,
     decoders={"dream": DenoiseOnSchedule},
     references={"dream": reference},
-    section="dream",
     former={"eps": 1e-3},
     releases=(
         Release(

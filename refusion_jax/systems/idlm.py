@@ -193,7 +193,6 @@ SYSTEM = System(
     objective=AllMasked,
     decoders={"idlm": DraftAndCheck},
     references={"idlm": reference},
-    section="idlm",
     block_key="block_size",
     # In the layout of SDAR, whose blocks are longer: 1, 2 or 3 masks in what they train.
     releases=tuple(

@@ -143,7 +143,7 @@ class System:
     objective: type[Objective] | None  # None: it only decodes models of others
     decoders: Mapping[str, type[Decoder]]  # by name; the first is the default
     references: Mapping[str, Callable[[Transformer, Request], dict]]
-    section: str = ""  # of the config, with the settings of the objective as keys; empty: it has none
+    section: str = ""  # of the config, with the settings of the objective as keys; by default its name, if it has any
     former: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # keys that are gone -> the value still used
     block_key: str = ""  # the key with the number of tokens that are denoised together, if that is one
     decodes: tuple[str, ...] = ()  # other systems whose models its decoders serve; PLAIN in one system
@@ -152,6 +152,10 @@ class System:
     claims: tuple[Claim, ...] = ()
     custom_generate: Path | None = None  # directory with generate.py, in PyTorch, which exports for transformers carry
     is_default: bool = False  # whether it is trained by default; true for one system
+
+    def __post_init__(self) -> None:
+        if self.keys:
+            object.__setattr__(self, "section", self.section or self.name)
 
     @property
     def keys(self) -> dict[str, Setting]:

@@ -230,7 +230,6 @@ SYSTEM = System(
     objective=MaskedDiffusion,
     decoders={"llada": Denoise},
     references={"llada": reference},
-    section="llada",
     former={"eps": 1e-3},
     decodes=("r2ft",),
     scoring=SCORING,

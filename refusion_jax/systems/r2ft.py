@@ -119,7 +119,6 @@ SYSTEM = System(
     objective=RejectRepetition,
     decoders={},
     references={},
-    section="r2ft",
     former={"eps": 1e-3, "gamma": 0.0},
     scoring=llada.SCORING,
 )

@@ -183,7 +183,6 @@ SYSTEM = System(
     objective=ReorderedBlocks,
     decoders={"wedlm": SlidingWindow},
     references={"wedlm": reference},
-    section="wedlm",
     former={"eps": 1e-3},
     releases=(
         Release("wedlm", "qwen2", defaults=_MASK, fixed={"qk_norm": False, "attention_bias": True}),

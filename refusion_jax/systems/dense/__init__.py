@@ -33,7 +33,6 @@ SYSTEM = System(
     objective=DenseSlots,
     decoders={"dense": Drafting, "dense_plan": PlanAlone},
     references={"dense": ar.reference, "dense_plan": functools.partial(plan_and_infill, plans_alone=True)},
-    section="dense",
     scoring=Scoring(scoring_forward),
     claims=CLAIMS,  # no paper claims them of it: they are goals
     custom_generate=Path(__file__).parent / "custom_generate",
