@@ -2,6 +2,7 @@
 
 import collections
 import dataclasses
+import itertools
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from importlib import resources
@@ -32,15 +33,12 @@ class Scene:
     plans: list[list[tuple[int, int, int]]]  # cell, word, probability in %
 
     def __post_init__(self):
-        def fit(forwards: list[list[tuple[int, int, int]]], most: int) -> bool:
-            entries = [entry for forward in forwards for entry in forward]
-            ends = (cells, len(self.words), most + 1)
-            within = all(0 <= x < end for entry in entries for x, end in zip(entry, ends, strict=True))
-            return within and len(forwards) == len(self.counts) - 1
-
         cells = sum(map(len, self.groups))
-        if not (fit(self.drafts, WAITING) and fit(self.plans, 100)):
-            raise ValueError("no decoding: it names what is not in it")
+        for forwards, most in ((self.drafts, WAITING), (self.plans, 100)):
+            entries, ends = itertools.chain(*forwards), (cells, len(self.words), most + 1)
+            within = all(0 <= x < end for entry in entries for x, end in zip(entry, ends, strict=True))
+            if not within or len(forwards) != len(self.counts) - 1:
+                raise ValueError("no decoding: it names what is not in it")
 
 
 class Decodings:
