@@ -1,20 +1,10 @@
 """refusion_jax: pretrain, adapt, evaluate and decode slot-diffusion language models (ReFusion) in JAX."""
 
 import gc
-import importlib
 import sys
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
 
-if TYPE_CHECKING:  # the types of what `__getattr__` finds
-    from refusion_jax.checkpoints.load import load_model as load_model
-    from refusion_jax.checkpoints.load import load_tokenizer as load_tokenizer
-    from refusion_jax.cli.errors import UserError as UserError
-    from refusion_jax.decoding.requests import Request as Request
-    from refusion_jax.evaluation.likelihood import log_likelihood as log_likelihood
-    from refusion_jax.systems.api import Decoded as Decoded
-    from refusion_jax.systems.api import DecodeSettings as DecodeSettings
-    from refusion_jax.systems.api import decode as decode
+from etils import epy
 
 __version__ = "0.1.0"
 
@@ -34,26 +24,21 @@ if sys.argv[:1] == ["-m"] and any("refusion_jax." in word for word in sys.orig_a
 
     sys.excepthook = _tell
 
-# Imported when first used: a process that only prepares data needs neither JAX nor the 200 MB that it takes.
-_HOME = {
-    "DecodeSettings": "refusion_jax.systems.api",
-    "Decoded": "refusion_jax.systems.api",
-    "Request": "refusion_jax.decoding.requests",
-    "UserError": "refusion_jax.cli.errors",
-    "decode": "refusion_jax.systems.api",
-    "load_model": "refusion_jax.checkpoints.load",
-    "load_tokenizer": "refusion_jax.checkpoints.load",
-    "log_likelihood": "refusion_jax.evaluation.likelihood",
-}
+# When first used: a process that only prepares data needs neither JAX nor the 200 MB that it takes.
+with epy.lazy_api_imports(globals()):
+    from refusion_jax.checkpoints.load import load_model, load_tokenizer
+    from refusion_jax.cli.errors import UserError
+    from refusion_jax.decoding.requests import Request
+    from refusion_jax.evaluation.likelihood import log_likelihood
+    from refusion_jax.systems.api import Decoded, DecodeSettings, decode
 
-__all__ = list(_HOME)
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _HOME:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(_HOME[name]), name)
-
-
-def __dir__() -> list[str]:
-    return __all__
+__all__ = [
+    "DecodeSettings",
+    "Decoded",
+    "Request",
+    "UserError",
+    "decode",
+    "load_model",
+    "load_tokenizer",
+    "log_likelihood",
+]
