@@ -273,8 +273,7 @@ def full_disk() -> Iterator[Callable[[int], None]]:
 def config_with(**keys) -> ml_collections.ConfigDict:
     """The default config with dotted keys changed."""
     config = default_config()
-    for name, value in keys.items():
-        config.update_from_flattened_dict({name: value})
+    config.update_from_flattened_dict(keys)
     return config
 
 

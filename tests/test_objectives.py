@@ -4,7 +4,6 @@ import functools
 
 import jax
 import jax.numpy as jnp
-import ml_collections
 import numpy as np
 import pytest
 from conftest import EOS, MASK, causal, config_with, forward, tiny_model
@@ -15,7 +14,7 @@ from refusion_jax.batch.batch import Batch, weigh
 from refusion_jax.batch.masking import pad_answers
 from refusion_jax.batch.rows import Rows
 from refusion_jax.batch.visibility import BIDIRECTIONAL, Visibility
-from refusion_jax.config import default_config, make_objective
+from refusion_jax.config import make_objective
 from refusion_jax.systems import idlm
 from refusion_jax.systems.ar import NextToken
 from refusion_jax.systems.refusion.objective import Noise, draw_noise, hybrid_batch
@@ -28,8 +27,7 @@ def rows_of(*rows: list[tuple[int, int]], row_length: int = 24) -> Rows:
 
 
 def objective(name: str):
-    config = {"objective": name, "slots": {"sizes": (2, 3, 4), "eps": 1e-3, "mdm_weight": 1.0}}
-    return make_objective(ml_collections.ConfigDict(config), MASK)
+    return make_objective(config_with(objective=name, **{"slots.sizes": (2, 3, 4)}), MASK)
 
 
 def prepare(rows: Rows, seed: int = 0, name: str = "refusion") -> Batch:
@@ -114,10 +112,7 @@ def test_next_token_labels_are_the_responses_of_the_same_document():
 @functools.cache
 def r2ft(**keys):
     """(objective, its `corrupt`, compiled once)."""
-    config = default_config()
-    config.objective = "r2ft"
-    config.r2ft.update(keys)
-    objective = make_objective(config, MASK)
+    objective = make_objective(config_with(objective="r2ft", **{f"r2ft.{key}": x for key, x in keys.items()}), MASK)
     return objective, jax.jit(objective.corrupt)
 
 
@@ -167,11 +162,9 @@ def test_the_text_that_r2ft_rejects_repeats_the_first_masked_tokens_of_its_docum
 
 
 def test_the_length_of_a_phrase_that_r2ft_repeats_does_not_depend_on_how_much_is_masked():
-    config = default_config()
-    config.objective, config.r2ft.longest_phrase = "r2ft", 2
-    rows, T = 4000, 8
+    (_, corrupt), rows, T = r2ft(longest_phrase=2), 4000, 8
     text = Rows(jnp.tile(jnp.arange(10, 10 + T), (rows, 1)), jnp.ones((rows, T), int), jnp.ones((rows, T), bool))
-    batch = jax.jit(make_objective(config, MASK).corrupt)(text, jax.random.split(jax.random.key(0), rows))
+    batch = corrupt(text, jax.random.split(jax.random.key(0), rows))
     ratio, masked = np.asarray(batch.diagnostics["mask_ratio"][:, 0]), np.asarray(batch.weights["mdm"][:, :T] > 0)
     second = np.arange(rows), np.argsort(~masked, axis=1, kind="stable")[:, 1]
     chosen, rejected = np.split(np.asarray(batch.labels), 2, axis=1)

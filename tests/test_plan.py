@@ -11,12 +11,11 @@ import tomllib
 from types import SimpleNamespace
 
 import pytest
-from conftest import ROOT, run
+from conftest import ROOT, config_with, run
 from helpers import load_config, wait_until
 from test_costs import LOOP
 
 from refusion_jax import UserError
-from refusion_jax.config import default_config
 from refusion_jax.distributed.chips import find_chip
 from refusion_jax.distributed.topology import NAMES, topology_of
 from refusion_jax.distributed.xla_options import LIBTPU, version_mismatch
@@ -172,9 +171,7 @@ def test_a_search_tries_the_whole_batch_at_once_and_what_the_config_does(rows_pe
 
     monkeypatch.setattr("refusion_jax.planning.search.plan_train", plan)
     prepare_environment()
-    config = default_config()
-    config.update({"batch_size": 4 * rows_per_chip, "accumulation": own})
-    told = list(search(config, "v5e:2x2", 1))
+    told = list(search(config_with(batch_size=4 * rows_per_chip, accumulation=own), "v5e:2x2", 1))
     counts = [record["accumulation"] for record in told if "--config.mesh.tensor=1" in record["flags"].split()]
     assert counts == tried * (len(counts) // len(tried))
     shared = [record["accumulation"] for record in told if "--config.mesh.tensor=4" in record["flags"].split()]

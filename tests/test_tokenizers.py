@@ -11,12 +11,11 @@ import jax.numpy as jnp
 import pytest
 import sentencepiece
 import tokenizers
-from conftest import serving, sharp_model
+from conftest import config_with, serving, sharp_model
 from etils import epath
 from helpers import write_tokenizer
 
 from refusion_jax import DecodeSettings, Request, UserError, decode, load_model
-from refusion_jax.config import default_config
 from refusion_jax.config.model import model_config
 from refusion_jax.data import tasks
 from refusion_jax.data.chat_template import ChatTemplate
@@ -108,7 +107,7 @@ def test_a_sentencepiece_model_next_to_tokenizer_json_is_left_alone(tmp_path):
 def test_an_eos_that_is_also_the_padding_can_still_be_written(tmp_path):
     assert load(tmp_path, eos_token=EOS, pad_token=BOS).pad_id >= 0
     tokenizer = load(tmp_path, eos_token=EOS, pad_token=EOS)
-    assert _may_be_written(model_config(default_config(), tokenizer), tokenizer.eos_id)
+    assert _may_be_written(model_config(config_with(), tokenizer), tokenizer.eos_id)
 
 
 def _may_be_written(model: ModelConfig, token: int) -> bool:

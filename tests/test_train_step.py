@@ -16,7 +16,7 @@ from helpers import load_config
 from refusion_jax.batch.batch import Batch
 from refusion_jax.batch.rows import Rows
 from refusion_jax.cli.errors import SettingError, UserError
-from refusion_jax.config import default_config, make_objective
+from refusion_jax.config import make_objective
 from refusion_jax.config.model import model_config
 from refusion_jax.distributed import sharding
 from refusion_jax.distributed.sharding import constrain, make_mesh
@@ -107,8 +107,7 @@ def test_every_seed_step_and_row_has_noise_of_its_own():
 def test_a_step_draws_its_noise_from_the_seed_and_its_number():
     """With a learning rate of 0, the loss of the same rows changes by the noise alone."""
     graphdef, params = nnx.split(tiny_model())
-    config, optimizer = default_config(), optax.sgd(0.0)
-    config.slots.sizes = (2,)
+    config, optimizer = config_with(**{"slots.sizes": (2,)}), optax.sgd(0.0)
 
     @functools.cache
     def step_of(seed):
@@ -157,7 +156,7 @@ def test_the_learning_rate_that_is_logged_is_the_one_that_was_applied():
         return 0.1 * (1 + step)
 
     optimizer = optax.sgd(rate)
-    step_fn = jax.jit(make_train_step(graphdef, make_objective(default_config(), MASK), optimizer, rate, 0, 1, 2.0))
+    step_fn = jax.jit(make_train_step(graphdef, make_objective(config_with(), MASK), optimizer, rate, 0, 1, 2.0))
     state = init_state(nnx.to_pure_dict(params), optimizer)
     usual, low = (dataclasses.replace(state.guard, good=jnp.int32(99), loss_mean=jnp.float32(x)) for x in (1e9, 1e-9))
     state, _ = step_fn(dataclasses.replace(state, guard=low), random_rows(0))  # its loss is a spike
@@ -211,17 +210,14 @@ def test_micro_batches_are_strided_and_lose_no_row():
     ],
 )
 def test_a_schedule_has_the_rates_that_are_worked_out_by_hand(name, warmup, rates):
-    config = default_config()
-    config.update({"steps": 100, "learning_rate": 2.0, "final_lr_ratio": 0.1, "decay_steps": 20})
-    config.update({"schedule": name, "warmup_steps": warmup})
-    rate = make_schedule(config)
+    sizes = {"steps": 100, "learning_rate": 2.0, "final_lr_ratio": 0.1, "decay_steps": 20}
+    rate = make_schedule(config_with(schedule=name, warmup_steps=warmup, **sizes))
     np.testing.assert_allclose([rate(step) for step in rates], list(rates.values()), rtol=1e-5)
 
 
 @pytest.mark.parametrize("name", ["adamw", "adafactor", "muon"])
 def test_matrices_decay_and_norm_scales_do_not(name):
-    config = default_config()
-    config.weight_decay, config.optimizer = 0.5, name
+    config = config_with(weight_decay=0.5, optimizer=name)
     axes = {"scale": ("layers", "norm"), "matrix": ("embed", "mlp"), "layer": ("layers", "embed", "mlp")}
     params = {"scale": jnp.ones((2, 3)), "matrix": jnp.ones((3, 4)), "layer": jnp.ones((2, 3, 4))}
     optimizer = make_optimizer(config, lambda step: 0.1, axes)
@@ -233,8 +229,7 @@ def test_matrices_decay_and_norm_scales_do_not(name):
 
 
 def test_gradients_are_clipped_to_the_global_norm():
-    config = default_config()
-    config.update({"clip_norm": 1.0, "beta1": 0.0, "beta2": 0.0, "weight_decay": 0.0})
+    config = config_with(clip_norm=1.0, beta1=0.0, beta2=0.0, weight_decay=0.0)
     axes, params = {"w": ("embed", "mlp")}, {"w": jnp.zeros((2, 2))}
     optimizer = make_optimizer(config, lambda step: 1.0, axes)
     _, state = optimizer.update({"w": jnp.full((2, 2), 3.0)}, optimizer.init(params), params)
@@ -341,9 +336,8 @@ def test_a_model_has_nearly_the_gradients_that_it_has_without_rounding(name, mos
 
 @pytest.mark.parametrize("name", DTYPES)
 def test_narrow_products_of_experts_are_refused(name):
-    config = default_config()
-    config.quantization, config.model.num_experts, config.model.num_experts_per_tok = name, 4, 2
-    config.model.moe_intermediate_size = 64
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
+    config = config_with(quantization=name, **{f"model.{key}": value for key, value in experts.items()})
     with pytest.raises(SettingError, match="quantization") as error:
         train_program(config, model_config(config), make_mesh({"fsdp": 1}, jax.devices()[:1]))
     assert error.value.as_flag.startswith(f"--config.quantization={name}: a model with experts")
