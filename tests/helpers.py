@@ -15,11 +15,13 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import ModuleType
 
 import jax
 import jax.numpy as jnp
 import pytest
 import tokenizers
+from absl import flags
 from conftest import EOS, QUICK_COMPILE, ROOT, tiny_model
 
 from refusion_jax.batch.batch import Batch, weigh
@@ -45,6 +47,24 @@ def load_config(name: str) -> Callable:
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module.get_config
+
+
+def config_of_mine(system: str) -> str:
+    """A config file that registers `mine`, a system like one of ours, but without decoders."""
+    return f"""import dataclasses
+from refusion_jax.config import default_config as get_config
+from refusion_jax.systems import registry
+own = {{"name": "mine", "section": "mine", "decoders": {{}}, "references": {{}}}}
+registry.register(dataclasses.replace(registry.find_system("{system}"), **own))
+"""
+
+
+def flags_of(part: ModuleType, *given: str) -> flags.FlagValues:
+    """The flags of a part of a command, as of `bench gpu`, where these are given."""
+    own = flags.FlagValues()
+    part.define_flags(own)
+    own(["", *given])
+    return own
 
 
 def start_hosts(hosts: int, *flags: str, devices: int = 2, **variables: str) -> subprocess.Popen:

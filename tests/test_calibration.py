@@ -8,9 +8,8 @@ from pathlib import Path
 
 import jax
 import pytest
-from absl import flags
 from conftest import run, tiny_config
-from helpers import SHIPPED
+from helpers import SHIPPED, flags_of
 
 from refusion_jax.benchmarks import calibration, decode, gpu
 from refusion_jax.benchmarks.calibration import calibrate, left_out_errors, read_runs
@@ -173,10 +172,7 @@ def test_a_part_of_bench_gpu_that_fails_is_told_and_the_others_are_measured(tmp_
 
     some = [gpu.Part("first", 0, breaks), gpu.Part("logits", 0, lambda: [{"largest_error": 0.5}])]
     monkeypatch.setattr(gpu, "parts", lambda own: some)
-    own = flags.FlagValues()
-    gpu.define_flags(own)
-    own(["gpu", "--rehearse", f"--output={tmp_path / 'out'}"])
-    gpu.main(own)
+    gpu.main(flags_of(gpu, "--rehearse", f"--output={tmp_path / 'out'}"))
     _, records = results(tmp_path / "out")
     assert records[0]["failed"] == "RuntimeError: RESOURCE_EXHAUSTED: out | of\nmemory"
     assert json.loads(capsys.readouterr().out.splitlines()[1]) == records[1]
@@ -191,10 +187,7 @@ def test_a_checkpoint_is_decoded_by_the_decoders_of_its_system(tmp_path, monkeyp
     measured = []
     monkeypatch.setattr(decode, "copy_bandwidth", lambda: 1.0)
     monkeypatch.setattr(decode, "measure", lambda model, setups, *_: measured.extend(setups) or [])
-    own = flags.FlagValues()
-    decode.define_flags(own)
-    own(["decode", f"--checkpoint={tmp_path / 'theirs'}", "--batch_sizes=1"])
-    decode.main(own)
+    decode.main(flags_of(decode, f"--checkpoint={tmp_path / 'theirs'}", "--batch_sizes=1"))
     assert measured == ["dream"]
 
 

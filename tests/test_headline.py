@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from conftest import PROMPTS, ROOT, causal, run, settings, sharp_model, start
-from helpers import load_config, wait_until
+from helpers import config_of_mine, load_config, wait_until
 
 from refusion_jax import UserError, decode
 from refusion_jax.benchmarks.headline import runs
@@ -151,12 +151,7 @@ def test_records_are_kept_and_config_keys_that_are_new_or_gone_make_no_other_com
 
 def test_a_config_file_may_bring_a_system(tmp_path):
     config = tmp_path / "mine.py"
-    config.write_text(
-        "import dataclasses\n"
-        "from refusion_jax.systems import registry\n"
-        "registry.register(dataclasses.replace(registry.find_system('ar'), name='mine', decoders={}))\n"
-        + FEW_STEPS.replace("STEPS", "8")
-    )
+    config.write_text(config_of_mine("ar") + FEW_STEPS.replace("STEPS", "8"))
     flags = [f"--output={tmp_path / 'there'}", f"--config={config}", "--systems=mine", "--adapt_from=ar"]
     assert "--adapt_from=ar: is not among --systems=mine" in run("bench", "headline", *flags, code=2)[1]
 

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 
 import pytest
 from conftest import ROOT, config_with, run
-from helpers import load_config, wait_until
+from helpers import config_of_mine, load_config, wait_until
 from test_costs import LOOP
 
 from refusion_jax import UserError
@@ -142,13 +142,7 @@ def test_the_compiler_ends_with_the_command_that_is_killed(tmp_path):
 
 @needs_topologies
 def test_a_system_that_the_compiler_does_not_find_is_named(tmp_path):
-    (tmp_path / "mine.py").write_text(
-        "import dataclasses\n"
-        "from refusion_jax.systems import registry\n"
-        "registry.register(dataclasses.replace(registry.find_system('llada'), name='mine', section='mine', "
-        "decoders={}))\n"
-        "from refusion_jax.config import default_config as get_config\n"
-    )
+    (tmp_path / "mine.py").write_text(config_of_mine("llada"))
     _, err = run("plan", f"--config={tmp_path}/mine.py", "--topology=v5e:2x2", "--memory_only", code=2)
     assert err.startswith("error: system 'mine': --config registers it")
 

@@ -27,7 +27,7 @@ from conftest import (
 )
 from etils import epath
 from flax import nnx
-from helpers import drawn_matrix, tiny_qwen3
+from helpers import config_of_mine, drawn_matrix, tiny_qwen3
 from test_slots import packed
 
 from refusion_jax import UserError, decode, load_model
@@ -237,12 +237,7 @@ def test_a_system_that_reads_another_model_and_has_no_decoder_trains(tmp_path):
     save_params(tmp_path, nnx.to_pure_dict(nnx.state(tiny_model())))
     write_model_config(tmp_path, tiny_config())
     (tmp_path / "config.json").write_text('{"objective": "llada"}')
-    (tmp_path / "mine.py").write_text(
-        "import dataclasses\nfrom refusion_jax.config import default_config as get_config\n"
-        "from refusion_jax.systems import registry\n"
-        "own = {'name': 'mine', 'section': 'mine', 'decoders': {}, 'references': {}}\n"
-        "registry.register(dataclasses.replace(registry.find_system('dflash'), **own))\n"
-    )
+    (tmp_path / "mine.py").write_text(config_of_mine("dflash"))
     flags = [f"--config={tmp_path / 'mine.py'}", "--config.objective=mine", f"--config.mine.reads={tmp_path}"]
     _, err = run("train", *flags, "--config.data.examples=500", f"--workdir={tmp_path / 'drafter'}", code=2)
     assert re.search("^error: --config.model.", err)

@@ -12,11 +12,10 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
-from absl import flags
 from conftest import PROMPTS, run, settings, sharp_model, start
 from etils import epath
 from flax import nnx
-from helpers import wait_until
+from helpers import flags_of, wait_until
 from test_split_server import key, link_to, model, served, stamp_of  # noqa: F401  some are fixtures
 
 from refusion_jax import decode
@@ -126,11 +125,9 @@ def test_answers_to_other_prompts_are_not_taken_from_a_call_that_was_cut_off(ser
 
     def call(prompt):
         (tmp_path / "in.jsonl").write_text(json.dumps({"prompt_ids": prompt}))
-        own = flags.FlagValues()
-        device.define_flags(own)
         given = [f"--checkpoint={tmp_path}/run", f"--key={key}", f"--server=127.0.0.1:{served[1].port}", "--layers=1"]
-        own(["", *given, f"--input={tmp_path}/in.jsonl", f"--output={tmp_path}/out.jsonl", "--decode.max_new_tokens=4"])
-        device.main(own)
+        given += [f"--input={tmp_path}/in.jsonl", f"--output={tmp_path}/out.jsonl", "--decode.max_new_tokens=4"]
+        device.main(flags_of(device, *given))
 
     call([1, 2, 3])
     with pytest.raises(UserError, match="out.jsonl.partial holds answers .* another prompts"):
@@ -216,9 +213,8 @@ def test_what_is_measured_decides_where_to_cut(served, model, key, capsys):
     requests = prepare(PROMPTS, settings(), model.config)
 
     def chosen(latency):
-        own = flags.FlagValues()
-        device.define_flags(own)
-        own(["device", f"--key={key}", f"--server=127.0.0.1:{served[1].port}", "--auto", f"--latency={latency}"])
+        given = [f"--key={key}", f"--server=127.0.0.1:{served[1].port}", "--auto", f"--latency={latency}"]
+        own = flags_of(device, *given)
         decoder = decoder_on_link(requests, model.config)
         device.choose_flags(own, model.config, stamp_of(model), requests, decoder)
         return own
