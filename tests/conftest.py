@@ -177,6 +177,14 @@ def run(command: str, *flags: str, devices: int = 1, code: int = 0) -> tuple[str
     return ended["out"], ended["err"]
 
 
+def refused(command: str, *flags: str) -> str:
+    """What a command that is asked for the impossible says on stderr: one line, and nothing on stdout."""
+    out, err = run(command, *flags, code=2)
+    assert re.fullmatch("error: .+\n", err), err
+    assert out == ""
+    return err
+
+
 @contextlib.contextmanager
 def unprivileged() -> Iterator[None]:
     """Root may read what nobody else may."""

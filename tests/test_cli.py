@@ -12,7 +12,7 @@ import tracemalloc
 from pathlib import Path
 
 import pytest
-from conftest import ROOT, run
+from conftest import ROOT, refused, run
 
 import refusion_jax
 from refusion_jax import UserError
@@ -203,9 +203,7 @@ def test_a_flagfile_that_cannot_be_read_is_one_line_that_names_it(tmp_path):
     for file, said in (("none", f"{tmp_path}/none"), ("bad", "--flagfile: .*utf-8"), ("good", "--output=: is empty")):
         for name in ("generate", "inspect_data"):  # the latter has a --config, which looks at flags of its own
             if (file, name) != ("good", "inspect_data"):
-                out, err = run(name, f"--flagfile={tmp_path}/{file}", code=2)
-                assert out == ""
-                assert re.fullmatch(f"error: .*{said}.*\n", err), err
+                assert re.search(said, refused(name, f"--flagfile={tmp_path}/{file}"))
 
 
 def test_the_console_command_runs_commands_by_their_names():

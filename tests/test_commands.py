@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from conftest import TINY_RUN, run
+from conftest import TINY_RUN, refused, run
 
 TRAIN = ["train", *TINY_RUN]
 QUERY = json.dumps({"query": "Sort 3 1 2.", "response": "1 2 3"}) + "\n"
@@ -271,10 +271,7 @@ BAD = {
 def test_bad_input_is_one_line_and_changes_nothing(case, files, trained_run):
     (command, *flags), said = BAD[case]
     before = contents(files, trained_run)
-    out, err = run(command, *(flag.format(run=trained_run, dir=files) for flag in flags), code=2)
-    assert out == ""
-    assert err.startswith("error: ")
-    assert len(err.splitlines()) == 1, err
+    err = refused(command, *(flag.format(run=trained_run, dir=files) for flag in flags))
     assert said.replace("{dir}", str(files)).replace("{run}", str(trained_run)) in err
     assert contents(files, trained_run) == before
 
