@@ -176,10 +176,10 @@ def test_a_bar_is_for_terminals_and_what_is_printed_goes_where_it_is_sent(seen):
         assert ended.stdout.decode() == f"{'a' * 100}\n{'b' * 100}\n"
 
 
-def test_an_environment_for_64_bits_is_refused(monkeypatch):
+@pytest.mark.parametrize("command", [["convert"], ["bench", "calibration"]])
+def test_an_environment_for_64_bits_is_refused(command, monkeypatch):
     monkeypatch.setenv("JAX_ENABLE_X64", "1")
-    _, err = run("convert", code=2)
-    assert err == "error: JAX_ENABLE_X64 is set, but everything here is computed in 32 bits: unset it\n"
+    assert refused(*command) == "error: JAX_ENABLE_X64 is set, but everything here is computed in 32 bits: unset it\n"
 
 
 def python(*arguments: str, **variables: str) -> tuple[int, str, str]:

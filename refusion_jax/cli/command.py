@@ -52,9 +52,7 @@ def run(
 
     def parse(argv: Sequence[str]) -> list[str]:
         # `drill` passes its flags to `train`.
-        argv = sys.argv = [argv[0], *map(find_config, expand_flagfiles(argv[1:]))]
-        if os.environ.get("JAX_ENABLE_X64", "0").lower() not in _NO:
-            raise UserError("JAX_ENABLE_X64 is set, but everything here is computed in 32 bits: unset it")
+        argv = sys.argv = [argv[0], *map(find_config, read_arguments(argv[1:]))]
         if HELP_FLAGS & set(argv):
             print(_help(argv, help_texts, hidden))
             sys.exit(0)
@@ -63,9 +61,6 @@ def run(
         check_values(flags.FLAGS)
         return argv[:1]
 
-    for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):  # else a name of a file that is not UTF-8 could not be printed
-            stream.reconfigure(encoding="utf-8", errors="backslashreplace")
     guard(lambda: app.run(lambda _: guard(main), flags_parser=parse))
 
 
@@ -102,7 +97,7 @@ def run_part(command: str, story: str, parts: Mapping[str, str]) -> None:
     The story is the text of the command's --help; `parts` are modules with `define_flags` and `main`, which take the
     flags, by the name of the part.
     """
-    name, *rest = expand_flagfiles(sys.argv[1:]) or [""]
+    name, *rest = read_arguments(sys.argv[1:]) or [""]
     if name in HELP_FLAGS:
         print(f"{story.strip()}\n\n{command} NAME --help explains the flags of each: {', '.join(parts)}.")
         return
@@ -119,8 +114,10 @@ def run_part(command: str, story: str, parts: Mapping[str, str]) -> None:
     part.main(own)
 
 
-def expand_flagfiles(arguments: Sequence[str]) -> list[str]:
-    """The arguments with the lines of each `--flagfile=FILE` in its place."""
+def read_arguments(arguments: Sequence[str]) -> list[str]:
+    """The arguments with the lines of each `--flagfile=FILE` in its place; refuses an environment for 64 bits."""
+    if os.environ.get("JAX_ENABLE_X64", "0").lower() not in _NO:
+        raise UserError("JAX_ENABLE_X64 is set, but everything here is computed in 32 bits: unset it")
     try:
         return flags.FLAGS.read_flags_from_files(arguments)
     except UnicodeDecodeError as error:
@@ -146,6 +143,9 @@ def guard(main: Callable[[], None]) -> None:
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:  # closed by whoever started the command, as by `>&-`
             setattr(sys, name, open(os.devnull, mode))
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):  # else a name of a file that is not UTF-8 could not be printed
+            stream.reconfigure(encoding="utf-8", errors="backslashreplace")
     try:
         main()
         sys.stdout.flush()
