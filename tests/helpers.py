@@ -67,6 +67,12 @@ def flags_of(part: ModuleType, *given: str) -> flags.FlagValues:
     return own
 
 
+def python(*arguments: object, **variables: str) -> subprocess.CompletedProcess:
+    """A new process of Python, once it has ended."""
+    line = [sys.executable, *map(str, arguments)]
+    return subprocess.run(line, cwd=ROOT, env=os.environ | variables, capture_output=True, text=True, timeout=400)
+
+
 def start_hosts(hosts: int, *flags: str, devices: int = 2, **variables: str) -> subprocess.Popen:
     """launch/local_hosts.sh, in a process group of its own."""
     env = os.environ | {"DEVICES": str(devices), "PYTHON": sys.executable, "XLA_FLAGS": QUICK_COMPILE} | variables

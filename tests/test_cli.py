@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 from conftest import ROOT, refused, run
+from helpers import python
 
 import refusion_jax
 from refusion_jax import UserError
@@ -76,7 +77,7 @@ command.guard(main)
 
 def test_an_interrupt_ends_a_command_in_one_line_while_it_compiles():
     """Python's own end would wait for the compiler, and then crash."""
-    ended = subprocess.run([sys.executable, "-c", COMPILING], cwd=ROOT, capture_output=True, text=True)
+    ended = python("-c", COMPILING)
     assert (ended.returncode, ended.stdout, ended.stderr) == (130, "", "error: interrupted\n")
 
 
@@ -182,19 +183,12 @@ def test_an_environment_for_64_bits_is_refused(command, monkeypatch):
     assert refused(*command) == "error: JAX_ENABLE_X64 is set, but everything here is computed in 32 bits: unset it\n"
 
 
-def python(*arguments: str, **variables: str) -> tuple[int, str, str]:
-    """(exit code, stdout, stderr) of a new process."""
-    env = os.environ | variables
-    ended = subprocess.run([sys.executable, *arguments], cwd=ROOT, capture_output=True, text=True, env=env)
-    return ended.returncode, ended.stdout, ended.stderr
-
-
 def test_a_platform_that_is_not_here_and_a_variable_that_jax_refuses_are_told_in_one_line():
     program = "import jax; from refusion_jax.cli import command; command.guard(jax.devices)"
     told = python("-c", program, JAX_PLATFORMS="cuda"), python("-m", "refusion_jax.goodput", JAX_DEBUG_NANS="x")
-    for (code, _, err), said in zip(told, ("cuda", "'JAX_DEBUG_NANS'"), strict=True):
-        assert code == 2
-        assert re.fullmatch(f"error: the environment: .*{said}.*\n", err)
+    for ended, said in zip(told, ("cuda", "'JAX_DEBUG_NANS'"), strict=True):
+        assert ended.returncode == 2
+        assert re.fullmatch(f"error: the environment: .*{said}.*\n", ended.stderr)
 
 
 def test_a_flagfile_that_cannot_be_read_is_one_line_that_names_it(tmp_path):

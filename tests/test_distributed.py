@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import rows_probe
 from conftest import QUICK_COMPILE, ROOT, TINY_RUN, run
-from helpers import ended, free_port, start_hosts, wait_for_steps, wait_until, workers
+from helpers import ended, free_port, python, start_hosts, wait_for_steps, wait_until, workers
 from local_task import GENERATE
 
 from refusion_jax.checkpoints.directory import saved_steps
@@ -246,6 +246,5 @@ def test_the_only_host_of_a_tpu_in_a_container_asks_nobody_for_others():
     """Colab's and Kaggle's say that they are alone; JAX would ask a server that such containers do not reach."""
     code = "from jax._src.clusters import cloud_tpu_cluster\ncloud_tpu_cluster.running_in_cloud_tpu_vm = True\n"
     code += "from refusion_jax.distributed.processes import together\nwith together(): pass"
-    env = os.environ | {"TPU_WORKER_HOSTNAMES": "localhost", "GCE_METADATA_IP": "127.0.0.1:1"}
-    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True)
+    done = python("-c", code, TPU_WORKER_HOSTNAMES="localhost", GCE_METADATA_IP="127.0.0.1:1")
     assert done.returncode == 0, done.stderr

@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-import os
 import re
 import signal
 import subprocess
@@ -14,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from conftest import PROMPTS, ROOT, causal, run, settings, sharp_model, start
-from helpers import config_of_mine, load_config, wait_until
+from helpers import config_of_mine, load_config, python, wait_until
 
 from refusion_jax import UserError, decode
 from refusion_jax.benchmarks.headline import runs
@@ -192,9 +191,7 @@ comparison.Comparison(Path(sys.argv[1]), asked, open_store(Path(sys.argv[1]), {}
 
 def test_while_others_train_the_comparison_itself_asks_for_no_device(tmp_path):
     """A TPU, and the memory of a GPU, belong to one process; where JAX is pointed nowhere, asking is an error."""
-    where = os.environ | {"JAX_PLATFORMS": "nowhere"}
-    code = [sys.executable, "-c", TRAINING, str(tmp_path)]
-    done = subprocess.run(code, cwd=ROOT, env=where, capture_output=True, text=True)
+    done = python("-c", TRAINING, tmp_path, JAX_PLATFORMS="nowhere")
     assert done.returncode == 0, done.stderr
     trained = [line for line in done.stdout.splitlines() if line.startswith("trained")]
     assert trained[:2] == [f"trained ar_seed{seed} {{'learning_rate': 0.01}}" for seed in (0, 1)]  # at no other rates

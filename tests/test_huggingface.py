@@ -2,8 +2,6 @@ import dataclasses
 import json
 import os
 import stat
-import subprocess
-import sys
 import tempfile
 from pathlib import Path
 
@@ -11,9 +9,10 @@ import jax
 import ml_dtypes
 import numpy as np
 import pytest
-from conftest import ROOT, logits_of, refused, run, sharp_model, tiny_config, tiny_model, unprivileged
+from conftest import logits_of, refused, run, sharp_model, tiny_config, tiny_model, unprivileged
 from etils import epath
 from flax import nnx
+from helpers import python
 from safetensors.numpy import load_file, save_file
 
 from refusion_jax import DecodeSettings, UserError, decode, load_model, load_tokenizer
@@ -388,7 +387,4 @@ print((peak - before - sum(sizes)) / params["embed_tokens"].nbytes)
 def test_reading_needs_little_more_memory_than_the_arrays_themselves(tmp_path):
     """Besides them one tensor at a time: below 1.3 of the largest, here the embedding of 64 MiB."""
     path = saved(tmp_path / "theirs", vocab_size=32768, num_tokens=32768, hidden_size=512, intermediate_size=1024)
-    env = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""}
-    line = [sys.executable, "-c", MEASURE, path]
-    out = subprocess.run(line, cwd=ROOT, env=env, check=True, capture_output=True, timeout=300)
-    assert 0 < float(out.stdout) < 1.3
+    assert 0 < float(python("-c", MEASURE, path, JAX_PLATFORMS="cpu", XLA_FLAGS="").stdout) < 1.3

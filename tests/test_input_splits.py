@@ -3,18 +3,15 @@
 import bz2
 import gzip
 import json
-import os
 import random
 import re
-import subprocess
-import sys
 from urllib.parse import urlsplit
 
 import pyarrow
 import pyarrow.parquet
 import pytest
-from conftest import ROOT, config_with
-from helpers import http_server
+from conftest import config_with
+from helpers import http_server, python
 from test_prepare import contents, documents, make, tokenizer_file, write_pairs  # noqa: F401  a fixture
 
 from refusion_jax import UserError
@@ -121,8 +118,7 @@ def test_a_file_that_would_fill_the_memory_is_one_line_within_256_mib(name, said
 
 def read_capped(path, most):
     """What a process says that reads a file with so many bytes of memory; 0: 256 MiB more than without a file."""
-    line = [sys.executable, "-c", CAPPED, str(path), str(most)]
-    ended = subprocess.run(line, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    ended = python("-c", CAPPED, path, most)
     assert (len(ended.stdout.splitlines()), ended.stderr, ended.returncode) == (1, "", 0), ended.stderr[-500:]
     return ended.stdout
 
@@ -282,13 +278,11 @@ def hub(path, *_):
 
 
 def test_a_data_set_of_the_hub_is_read_at_the_commit_of_its_revision(tmp_path, tokenizer_file):  # noqa: F811
-    line = [sys.executable, "-m", "refusion_jax.prepare"]  # no fork: huggingface_hub reads both as it is imported
-    line += [f"--tokenizer={tokenizer_file}", "--workers=1", "--input=hf://datasets/o/n@v1", f"--output={tmp_path}/out"]
-    with http_server(hub) as address:
-        env = os.environ | {"HF_ENDPOINT": address, "HF_HUB_OFFLINE": "0"}  # which other tests have set
-        done = subprocess.run(line, cwd=ROOT, env=env, capture_output=True, text=True)
-        line[-2:] = ["--input=hf://datasets/o/other", f"--output={tmp_path}/none"]
-        other = subprocess.run(line, cwd=ROOT, env=env, capture_output=True, text=True)
+    line = ["-m", "refusion_jax.prepare", f"--tokenizer={tokenizer_file}", "--workers=1"]
+    with http_server(hub) as address:  # no fork: huggingface_hub reads both variables as it is imported
+        hosted = {"HF_ENDPOINT": address, "HF_HUB_OFFLINE": "0"}  # which other tests have set
+        done = python(*line, "--input=hf://datasets/o/n@v1", f"--output={tmp_path}/out", **hosted)
+        other = python(*line, "--input=hf://datasets/o/other", f"--output={tmp_path}/none", **hosted)
     assert (done.returncode, done.stderr) == (0, "")
     assert "4 documents" in done.stdout
     manifest = json.loads((tmp_path / "out" / "manifest.json").read_text())

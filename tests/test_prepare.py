@@ -6,15 +6,13 @@ import os
 import random
 import re
 import signal
-import subprocess
-import sys
 
 import psutil
 import pytest
-from conftest import ROOT, run, start
+from conftest import run, start
 from etils import epath
 from fuzz_inputs import write_files
-from helpers import wait_until, write_lines, write_tokenizer
+from helpers import python, wait_until, write_lines, write_tokenizer
 
 from refusion_jax import UserError
 from refusion_jax.data import duplicates
@@ -361,7 +359,7 @@ def test_fuzzed_files_are_counted_and_named_and_never_raise(tmp_path, tokenizer_
 def test_workers_need_no_jax():
     """It would cost each of them 200 MB and two seconds."""
     script = "import sys, refusion_jax.prepare, refusion_jax.data.workers; sys.exit('jax' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", script], cwd=ROOT).returncode == 0
+    assert python("-c", script).returncode == 0
 
 
 def test_a_manifest_that_is_not_ours_is_one_line(tmp_path):

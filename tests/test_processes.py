@@ -11,7 +11,7 @@ import jax
 import pytest
 from conftest import FORKS
 from etils import epath
-from helpers import free_port
+from helpers import free_port, python
 from jax.experimental.compilation_cache import compilation_cache
 
 from refusion_jax.distributed.compiled_code import find_danger, keep_compiled
@@ -105,7 +105,7 @@ def test_a_process_that_hangs_shows_its_stacks_and_leaves_to_be_started_again():
         "import time\nfrom refusion_jax.distributed.watchdog import Watchdog\ndog = Watchdog(0.003); dog.alive(7)\n"
     )
     program += "def stuck():\n    time.sleep(60)\nstuck()"
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=300)
+    done = python("-c", program)
     assert done.returncode == 75
     assert "in stuck" in done.stderr
     assert "nothing has happened for 0.018 minutes after step 7" in done.stderr
@@ -151,7 +151,7 @@ def test_what_gives_no_sign_of_life_may_take_longer(monkeypatch):
 
 def said_by(program: str) -> int:
     """The number that a program prints, which has allocated nothing before."""
-    return int(subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout)
+    return int(python("-c", program).stdout)
 
 
 @pytest.mark.skipif(any(map(glob.glob, ACCELERATORS)), reason="with an accelerator memory is returned")
