@@ -2,6 +2,7 @@
 
 import bisect
 import dataclasses
+import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TypeAlias
@@ -32,6 +33,10 @@ def read_prompts(path: Path, tokenizer: Tokenizer | None, settings: Settings) ->
     prompts = []
     for number, item in read_json_lines(path):
         where = f"{path}:{number}"
+        try:
+            json.dumps(item.get("id"), allow_nan=False)
+        except ValueError as error:
+            raise UserError(f"{where}: its id cannot be written: NaN and Infinity are not JSON") from error
         request = read_request(item, tokenizer, settings, where)
         own_seed = "seed" in item.get("decode", {})
         prompts.append(
