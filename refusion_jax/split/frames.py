@@ -1,16 +1,17 @@
-"""Messages between device and server, in frames: length, and the message in MessagePack.
+"""Messages between device and server, in frames: length, checksum, and the message in MessagePack.
 
-A message is a list: the number of its kind, then its fields in order. What has another kind, or a field of another type
-or outside its limits is refused; nothing that arrives is ever run.
+A message is a list: the number of its kind, then its fields in order. What has another length, checksum, kind, or a
+field of another type or outside its limits is refused; nothing that arrives is ever run.
 
-The connection is TLS 1.3, which delivers what was sent, or fails. Both sides hold the same PEM file, a private key and
-its self-signed certificate: each proves to the other that it has the key, and takes no other certificate.
+The connection is TLS 1.3. Both sides hold the same PEM file, a private key and its self-signed certificate: each proves
+to the other that it has the key, and takes no other certificate.
 """
 
 import socket
 import ssl
 import struct
 import typing
+import zlib
 from pathlib import Path
 from typing import Annotated
 
@@ -20,10 +21,10 @@ from pydantic.dataclasses import dataclass
 
 from refusion_jax.cli.errors import UserError, first_line
 
-VERSION = 5
+VERSION = 4
 LARGEST = 1 << 28  # bytes of a message
 _PART = 1 << 16  # bytes that are sent at once
-_HEADER = struct.Struct("!I")  # bytes of the message
+_HEADER = struct.Struct("!II")  # bytes of the message, their CRC-32
 
 Number = Annotated[int, pydantic.Field(ge=0, lt=1 << 31)]
 Size = Annotated[int, pydantic.Field(gt=0, le=1 << 20)]
@@ -130,11 +131,13 @@ _KINDS = typing.get_args(Message)
 def pack(message: Message) -> bytes:
     """A message as a frame."""
     body = msgpack.packb([_KINDS.index(type(message)), *vars(message).values()])
-    return _HEADER.pack(len(body)) + body
+    return _HEADER.pack(len(body), zlib.crc32(body)) + body
 
 
-def unpack(body: bytes) -> Message:
+def unpack(body: bytes, checksum: int) -> Message:
     """The message in a frame; UserError where there is none."""
+    if zlib.crc32(body) != checksum:
+        raise UserError("a frame with another checksum")
     try:
         number, *fields = msgpack.unpackb(body, use_list=True, max_array_len=16, max_map_len=0, max_ext_len=0)
         return _KINDS[number](*fields)
@@ -152,10 +155,10 @@ def send(connection: socket.socket, message: Message) -> int:
 
 def receive(connection: socket.socket) -> tuple[Message, int]:
     """(the next message, its bytes); UserError for anything else, ConnectionError where the connection ends."""
-    (length,) = _HEADER.unpack(_read(connection, _HEADER.size))
+    length, checksum = _HEADER.unpack(_read(connection, _HEADER.size))
     if length > LARGEST:
         raise UserError(f"a frame of {length:,} bytes")
-    return unpack(_read(connection, length)), _HEADER.size + length
+    return unpack(_read(connection, length), checksum), _HEADER.size + length
 
 
 def _read(connection: socket.socket, size: int) -> bytes:

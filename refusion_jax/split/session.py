@@ -1,7 +1,7 @@
 """What the server keeps of a device: the caches of the server's layers, and the number of its last message.
 
 Messages are dealt with in the order of their numbers. One that comes again is not dealt with again: it is answered from
-memory. What they hold is taken as it is: they come from a holder of the key.
+memory.
 """
 
 import dataclasses
@@ -20,6 +20,8 @@ from refusion_jax.split.batching import Batches, ForwardJob
 from refusion_jax.split.codec import Codec
 from refusion_jax.split.model import Packing, Upper
 
+_MOST_TOKENS = 1 << 20  # places of a forward pass
+
 
 @dataclasses.dataclass(eq=False)
 class DeviceSession:
@@ -33,6 +35,7 @@ class DeviceSession:
     result: frames.Result | None = None  # of the last forward pass whose result was wanted
     batch: KeyValues | None = None
     new: KeyValues | None = None  # caches of rows that are being filled
+    rows: int = 0
     capacity: int = 0
     cache_bytes: int = 0  # of the batch, and as much for rows that are being filled
     connection: socket.socket | None = None
@@ -40,11 +43,13 @@ class DeviceSession:
     lock: threading.Lock = dataclasses.field(default_factory=threading.Lock)
 
     def deal(self, message: frames.Message) -> frames.Result | None:
-        """Deals with a message: the result that it wants. UserError where there is no memory for it."""
+        """Deals with a message: the result that it wants. UserError for one that cannot be meant, or without memory."""
         deals = {
             frames.Start: self._start, frames.Admit: self._admit, frames.Place: self._place,
             frames.Forward: self._forward,
         }  # fmt: skip
+        if type(message) not in deals:
+            raise UserError("no message of a device")
         if message.number > self.last:
             if message.number != self.last + 1:
                 raise UserError(f"message {message.number} after {self.last}")
@@ -55,19 +60,22 @@ class DeviceSession:
 
     def _start(self, message: frames.Start) -> None:
         self.reserve(self, 2 * self.upper.cache_bytes(message.rows, message.capacity))
-        self.capacity = message.capacity
+        self.rows, self.capacity = message.rows, message.capacity
         self.batch, self.new = self.upper.empty_cache(message.rows, message.capacity), None
 
     def _admit(self, message: frames.Admit) -> None:
+        if message.rows > self.rows:  # there is memory for no more
+            raise UserError("more rows than the batch has")
         self.new = self.upper.empty_cache(message.rows, self.capacity)
 
     def _place(self, message: frames.Place) -> None:
-        self.batch, self.new = _put(self.batch, self.new, _numbers(message.rows)), None
+        rows = _numbers(message.rows, _rows_of(self.new), _MOST_TOKENS)
+        self.batch, self.new = _put(self.batch, self.new, rows), None
 
     def _forward(self, message: frames.Forward) -> None:
         """Writes the keys and values of the fed tokens; what the output head reads of them is the result."""
         cache = self.batch if self.new is None else self.new
-        packing, arrays, is_fed = self._read(message)
+        packing, arrays, is_fed = self._read(message, _rows_of(cache))
         x, cache = self.batches.run(ForwardJob(self.upper, packing, cache, arrays))
         if self.new is None:
             self.batch = cache
@@ -76,19 +84,30 @@ class DeviceSession:
         if message.wanted:
             self.result = frames.Result(message.number, self.codec.encode(x[is_fed]))
 
-    def _read(self, message: frames.Forward) -> tuple[Packing, tuple[np.ndarray, ...], np.ndarray]:
+    def _read(self, message: frames.Forward, B: int) -> tuple[Packing, tuple[np.ndarray, ...], np.ndarray]:
         """(packing, arrays as `Upper` takes them, which places are fed, [B, T]) of a forward pass of B rows."""
-        fed, length = _numbers(message.fed), _numbers(message.length)
-        B, T, D, dtype = len(fed), message.width, self.upper.hidden_size, self.upper.dtype
+        T, D, dtype = message.width, self.upper.hidden_size, self.upper.dtype
         packing = Packing(B, T, message.shards, message.tile, message.tiles)
+        if max(B * T, packing.shards * packing.tile * packing.tiles) > _MOST_TOKENS:
+            raise UserError("a forward pass of too many tokens")
+        fed, length = (_numbers(x, B, most) for x, most in ((message.fed, T), (message.length, self.capacity)))
+        tiles = -(-fed // packing.tile)
+        if np.any(tiles.reshape(packing.shards, -1).sum(axis=1) > packing.tiles):
+            raise UserError("tokens that the packing has no place for")
         is_fed = np.arange(T)[None] < fed[:, None]
         x, positions = np.zeros((B, T, D), dtype), np.zeros((B, T), np.int32)
-        positions[is_fed] = _numbers(message.positions)
+        positions[is_fed] = _numbers(message.positions, is_fed.sum(), 1 << 28)
         x[is_fed] = self.codec.decode(message.tokens, is_fed.sum(), D, dtype)
         visible = np.broadcast_to(np.tri(T, dtype=bool), (B, T, T))
         if message.visible:
+            if len(message.visible) != -(-B * T * T // 8):
+                raise UserError("a mask of another size")
             visible = np.unpackbits(np.frombuffer(message.visible, np.uint8), count=B * T * T) > 0
         return packing, (x, positions, visible.reshape(B, T, T), length, fed), is_fed
+
+
+def _rows_of(cache: KeyValues) -> int:
+    return jax.tree.leaves(cache)[0].shape[1]
 
 
 @functools.partial(jax.jit, donate_argnums=0)
@@ -96,5 +115,11 @@ def _put(batch: KeyValues, new: KeyValues, rows: jax.Array) -> KeyValues:
     return jax.tree.map(lambda all, own: all.at[:, rows].set(own, mode="drop"), batch, new)
 
 
-def _numbers(content: bytes) -> np.ndarray:
-    return np.frombuffer(content, "<i4").astype(np.int32)
+def _numbers(content: bytes, count: int, most: int) -> np.ndarray:
+    """So many int32, none below 0 or above `most`."""
+    if len(content) != 4 * count:
+        raise UserError("another number of tokens or rows")
+    numbers = np.frombuffer(content, "<i4")
+    if np.any((numbers < 0) | (numbers > most)):
+        raise UserError("a number outside its limits")
+    return numbers.astype(np.int32)
