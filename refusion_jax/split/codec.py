@@ -23,6 +23,8 @@ import zlib
 import numpy as np
 from jaxtyping import Float, Float32, Int, Int32
 
+from refusion_jax.cli.errors import UserError
+
 _LEAST_BITS, _MOST_BITS = 2, 16
 
 
@@ -75,7 +77,10 @@ class Codec:
         return b"".join([bytes([is_deflated]), *parts, deflated if is_deflated else packed])
 
     def decode(self, content: bytes, n: int, D: int, dtype: np.dtype) -> Float[np.ndarray, "T D"]:
-        """The values that `encode` was given, within the bound."""
+        """The values that `encode` was given, within the bound; UserError where there are too many bytes or too few.
+
+        They come from a holder of the key, as they were sent: nothing else of them is checked.
+        """
         if not (self.bits or self.tolerance):
             return _decode_exactly(content, n, D, np.dtype(dtype))
         parts = _Parts(content)
@@ -87,12 +92,13 @@ class Codec:
         outliers = parts.take("<f4", counts.sum())
         half = (1 << (bits - 1)) - 1
         if is_deflated:
-            numbers = _inflate(parts.rest()).view(np.int8).reshape(n, D).astype(np.int32)
+            numbers = _inflate(parts.rest(), n * D).view(np.int8).reshape(n, D).astype(np.int32)
         else:
             numbers = np.zeros((n, D), np.int32)
             for b in np.unique(bits):
                 own = bits == b
                 numbers[own] = _unpack(parts, own.sum(), D, b) - half[own][0]
+            parts.end()
         x = numbers * steps[:, None]
         x[np.repeat(np.arange(n), counts), places] = outliers
         return x.astype(dtype)
@@ -145,7 +151,8 @@ def _encode_exactly(x: Float[np.ndarray, "T D"]) -> bytes:
 def _decode_exactly(content: bytes, n: int, D: int, dtype: np.dtype) -> Float[np.ndarray, "T D"]:
     parts, size = _Parts(content), n * D
     lengths = parts.take("<u4", dtype.itemsize)
-    planes = [_inflate(parts.take("u1", x).tobytes()) if x else parts.take("u1", size) for x in lengths]
+    planes = [_inflate(parts.take("u1", x).tobytes(), size) if x else parts.take("u1", size) for x in lengths]
+    parts.end()
     return np.stack(planes, axis=1).view(dtype).reshape(n, D)
 
 
@@ -154,8 +161,16 @@ def _deflate(x: np.ndarray) -> bytes:
     return coder.compress(x.tobytes()) + coder.flush()
 
 
-def _inflate(content: bytes) -> np.ndarray:
-    return np.frombuffer(zlib.decompress(content, wbits=-15), np.uint8)
+def _inflate(content: bytes, size: int) -> np.ndarray:
+    """So many bytes."""
+    coder = zlib.decompressobj(wbits=-15)
+    try:
+        plain = coder.decompress(content, size + 1)  # whatever it claims to be
+    except zlib.error as error:
+        raise UserError(f"compressed tokens cannot be read: {error}") from error
+    if len(plain) != size or not coder.eof or coder.unused_data:
+        raise UserError(f"compressed tokens are not {size} values")
+    return np.frombuffer(plain, np.uint8)
 
 
 class _Parts:
@@ -166,7 +181,13 @@ class _Parts:
 
     def take(self, dtype: str, count: int) -> np.ndarray:
         begin, self._at = self._at, self._at + np.dtype(dtype).itemsize * int(count)
+        if self._at > len(self._content):
+            raise UserError("compressed tokens end too early")
         return np.frombuffer(self._content[begin : self._at], dtype)
 
     def rest(self) -> bytes:
         return self._content[self._at :]
+
+    def end(self) -> None:
+        if self.rest():
+            raise UserError("compressed tokens are followed by something else")
