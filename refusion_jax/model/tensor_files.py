@@ -66,7 +66,12 @@ class Tensors:
         self.metadata |= header.pop("__metadata__", {})
         if wrong := [name for name, entry in header.items() if not isinstance(entry, _Entry)]:
             raise UserError(f"{path} is damaged: {ascii(wrong[0][:60])} is no tensor")
-        if 8 + size + max((entry.data_offsets[1] for entry in header.values()), default=0) != path.stat().length:
+        end = 0
+        for begin, after in sorted(entry.data_offsets for entry in header.values()):
+            if begin != end:
+                raise UserError(f"{path} is damaged: its tensors do not follow each other")
+            end = after
+        if 8 + size + end != path.stat().length:
             raise UserError(f"{path} is damaged: it is not as long as its header says")
         self._entries |= {name: (file, 8 + size, entry) for name, entry in header.items()}
 
