@@ -55,9 +55,9 @@ def bytes_per_token(model: ModelConfig, dtype: jnp.dtype) -> int:
 def prefill(model: Transformer, given: Given, chunk_length: int, block_size: int = 1) -> Cache:
     """Fills a new cache with the keys and values of the given tokens, one chunk of tokens per forward.
 
-    The cache has C entries, as there are [B, C] given tokens; keys and values in `given.shared` are copied, not
-    computed. Of a chunk's length, a multiple of the block size, see `tokens_at_once`. Attention is causal over blocks
-    of this size, counted from the first token.
+    The cache has C entries, as there are [B, C] given tokens, padded on the right; keys and values in `given.shared`
+    are copied, not computed. `chunk_length` is a multiple of the block size, at most C: see `tokens_at_once`. Attention
+    is causal over blocks of `block_size` tokens, counted from the first.
     """
     B, C = given.tokens.shape
     T, first, cache = tokens_at_once(chunk_length, block_size), 0, Cache.empty(model, B, C)
