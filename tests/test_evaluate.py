@@ -188,11 +188,11 @@ def test_bad_input_is_named(loaded, trained_run, tasks, tmp_path, monkeypatch):
     directory = tasks(GENERATE)
     with pytest.raises(UserError, match="--decode.max_new_tokens=60: the model reads 64 tokens"):
         evaluate(loaded, tmp_path / "long", "sums", directory, max_new_tokens=60)
-    with pytest.raises(UserError, match="text 0: has 71 tokens, and the model reads 64"):
+    with pytest.raises(UserError, match="a continuation of 70 tokens cannot be scored: the model reads 64"):
         lm._loglikelihood_tokens([(("", ""), [1], [5] * 70)])
     left_to_right = EvaluatedModel(*loaded, name="tiny", method="ar", flags={})  # windows as of lm_eval's own models
     assert left_to_right._loglikelihood_tokens([(("", ""), [1], [5] * 64)])
-    with pytest.raises(UserError, match="text 0: has 66 tokens, and the model reads 64"):
+    with pytest.raises(UserError, match="a continuation of 65 tokens cannot be scored: the model reads 64"):
         left_to_right._loglikelihood_tokens([(("", ""), [1], [5] * 65)])
     flags = [f"--checkpoint={trained_run}", f"--include_path={directory}", f"--output={tmp_path}/out"]
     _, err = run("evaluate", *flags, "--tasks=sums", "--chat", code=2)

@@ -252,6 +252,8 @@ class EvaluatedModel(TemplateLM):
         """(nats, is greedy) of each (context, continuation); too long contexts lose their beginning."""
         how = {"method": self.method, **self.scoring}
         texts = [(context[-max(self._scored - len(text), 1) :], text) for context, text in texts]
+        if (longest := max((len(text) for _, text in texts), default=0)) > self._scored - 1:
+            raise UserError(f"a continuation of {longest} tokens cannot be scored: the model reads {self._room}")
         keys = [key_of("likelihood", self._identity, how, context, text) for context, text in texts]
         own = own_share(self.model, len(texts))
         missing = [number for number in own if keys[number] not in self.known]
