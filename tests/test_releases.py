@@ -253,8 +253,14 @@ def test_of_several_tokens_that_end_a_text_an_answer_ends_with_the_templates_or_
     chat = write_tokenizer(tmp_path / "chat", eos_token="<|endoftext|>")  # Gemma 3's ends no turn
     turn, document = load_tokenizer_file(chat, "<mask>").encode_chat(["<|im_end|><|endoftext|>"])[0]
     (tmp_path / "run").mkdir()
-    for ids, expected in (([9, document, turn], turn), ([9, document], document), (turn, document)):
-        (tmp_path / "chat" / "config.json").write_text(json.dumps(described | {"eos_token_id": ids}))
+    for file, ids, expected in (
+        ("config.json", [9, document, turn], turn),
+        ("config.json", [9, document], document),
+        ("config.json", turn, document),
+        ("generation_config.json", [9, document, turn], turn),  # it counts, as in transformers
+    ):
+        said = described if file == "config.json" else {}
+        (tmp_path / "chat" / file).write_text(json.dumps(said | {"eos_token_id": ids}))
         tokenizer = load_tokenizer_file(chat, "<mask>")
         if isinstance(ids, list):
             assert huggingface_config.read_model_config(epath.Path(chat.parent), tokenizer).eos_token_id == expected
@@ -283,12 +289,14 @@ def test_without_a_tokenizer_as_many_ids_are_tokens_as_the_export_says_and_all_w
     assert huggingface_config.read_model_config(epath.Path(tmp_path), None, mask).num_tokens == expected
 
 
-def test_a_rope_theta_where_transformers_5_keeps_it_is_found(tmp_path):
+@pytest.mark.parametrize("old", [{}, {"rope_theta": 5e5, "rope_scaling": {"type": "linear", "factor": 4.0}}])
+def test_a_rope_where_transformers_5_keeps_it_is_found_also_next_to_the_same_in_older_words(old, tmp_path):
     described = huggingface_config.describe(tiny_config(), "float32")
     del described["rope_theta"]
-    described["rope_parameters"] = {"rope_theta": 5e5, "rope_type": "default"}
-    (tmp_path / "config.json").write_text(json.dumps(described))
-    assert huggingface_config.read_model_config(epath.Path(tmp_path)).rope_theta == 5e5
+    described["rope_parameters"] = SCALED | {"rope_theta": 5e5}
+    (tmp_path / "config.json").write_text(json.dumps(described | old))
+    config = huggingface_config.read_model_config(epath.Path(tmp_path))
+    assert (config.rope_theta, config.rope_scaling) == (5e5, (4.0,))
 
 
 def test_llama_3s_length_is_written_as_a_whole_number():

@@ -97,8 +97,11 @@ class FastTokenizer(Tokenizer):
             self.has_chat_template = True
             self._template = ChatTemplate(self._template_source, f"{own if own.exists() else file}")
         self._special = config.special
-        if self.has_chat_template and (model := path.with_name("config.json")).exists():
-            self._end_as_in_turns(read_json(model).get("eos_token_id"))
+        if self.has_chat_template:
+            model, adapters = path.parent, path.with_name("adapter_config.json")
+            if adapters.exists() and not (model / "config.json").exists():
+                model = epath.Path(str(read_json(adapters).get("base_model_name_or_path")))
+            self._end_as_in_turns(read_ends(model))
         ids = {kind: self._tokenizer.token_to_id(self._special.get(f"{kind}_token", "")) for kind in _KINDS}
         if ids["eos"] is None:
             raise UserError(f"{file} names no eos_token")
@@ -220,6 +223,12 @@ class FastTokenizer(Tokenizer):
 
     def name_of(self, token: int) -> str:
         return self._tokenizer.id_to_token(token)
+
+
+def read_ends(model: epath.Path) -> Any:
+    """The eos_token_id of a Hugging Face directory; as in transformers, that of generation_config.json comes first."""
+    files = [file for name in ("generation_config.json", "config.json") if (file := model / name).exists()]
+    return next((ids for file in files if (ids := read_json(file).get("eos_token_id")) is not None), None)
 
 
 def _read_tokenizer(path: epath.Path, config: _Config) -> tokenizers.Tokenizer:

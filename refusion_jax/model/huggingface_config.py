@@ -10,6 +10,7 @@ import pydantic
 from etils import epath
 
 from refusion_jax.cli.errors import UserError
+from refusion_jax.data.fast_tokenizer import read_ends
 from refusion_jax.data.interface import Tokenizer
 from refusion_jax.distributed.json_files import read_json, to_type
 from refusion_jax.model.families import FAMILIES, Release
@@ -184,6 +185,8 @@ def read_config(path: epath.Path, releases: Releases = NONE) -> Config:
     if system:
         ours = {key: given[key] for key in _OURS if key in given}
         given |= {"model_type": release.family, _SECTION: ours | {"objective": system}}
+    elif (ends := read_ends(path)) is not None:
+        given["eos_token_id"] = ends
     given = {key: value for key, value in given.items() if key in _FIELDS}
     return dataclasses.replace(to_type(given, Config, f"{file} cannot be read"), names=release.names)
 
@@ -191,8 +194,6 @@ def read_config(path: epath.Path, releases: Releases = NONE) -> Config:
 def _rope(file: epath.Path, given: Config) -> tuple[float, tuple[float, ...], tuple[float, ...]]:
     """(rope_theta, rope_scaling, local_rope) of a ModelConfig."""
     old, new, local = given.rope_scaling or {}, given.rope_parameters or {}, given.rope_local_base_freq
-    if old and new and old != new:
-        raise UserError(f"{file}: rope_scaling and rope_parameters say different things; leave out one of them")
     kinds, every = given.layer_types, given.sliding_window_pattern
     if is_local := "rope_local_base_freq" in FAMILIES[given.model_type].defaults:
         if new and new.keys() != {_FULL, _LOCAL}:
@@ -209,7 +210,10 @@ def _rope(file: epath.Path, given: Config) -> tuple[float, tuple[float, ...], tu
                 f"{file}: layer_types={json.dumps(kinds)[:90]} is not supported; we read num_hidden_layers="
                 f"{given.num_hidden_layers} times {_FULL}{f', or {_LOCAL} but for every n-th' if is_local else ''}"
             )
-    return *_one_rope(file, given, old or new, given.rope_theta), (local, every) if is_local else ()
+    rope, other = (_one_rope(file, given, said, given.rope_theta) for said in (old or new, new or old))
+    if rope != other:
+        raise UserError(f"{file}: rope_scaling and rope_parameters say different things; leave out one of them")
+    return *rope, (local, every) if is_local else ()
 
 
 def _one_rope(file: epath.Path, given: Config, scaling: Any, theta: float) -> tuple[float, tuple[float, ...]]:
