@@ -126,6 +126,9 @@ def main() -> None:
             to_orbax(source, partial, dtype, _MASK.value)
         elif _FORMAT.value == "peft":
             lora, trained, base = read_trained(source)
+            if not huggingface_config.is_huggingface(base) or huggingface_config.read_config(base, releases()).names:
+                why = "no directory in the form of transformers, which `peft` needs: use huggingface"
+                raise UserError(f"--format=peft: what the run adapts, {base}, is {why}")
             # PEFT takes other names for those of a hub.
             peft.write(partial, lora, trained, absolute(base), find_objective(source))
         else:

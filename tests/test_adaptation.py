@@ -16,10 +16,12 @@ from etils import epath
 from flax import nnx
 from helpers import write_lines, write_tokenizer
 from safetensors.numpy import load_file, save_file
+from test_huggingface import change_config
+from test_releases import released
 
 from refusion_jax import DecodeSettings, UserError, decode, load_model, load_tokenizer
 from refusion_jax.checkpoints.directory import saved_steps
-from refusion_jax.checkpoints.load import weights_stamp
+from refusion_jax.checkpoints.load import read_model_config, weights_stamp
 from refusion_jax.checkpoints.run_directory import read_adapters, read_objective
 from refusion_jax.data.dataset import load_dataset
 from refusion_jax.data.fast_tokenizer import load_tokenizer_file, tokenizer_hash
@@ -158,7 +160,12 @@ def test_adapters_go_to_peft_and_come_back(source, tmp_path):
     assert "holds no checkpoint; give the --workdir of a training run" in err
     run(*recipe(source, tmp_path / "more", init_from=tmp_path / "peft", **flags | {"steps": 2}))
     _, err = run("convert", "--format=peft", f"--from={tmp_path}/more", f"--to={tmp_path}/ours", code=2)
-    assert f"--format=peft: what the run adapts, {tmp_path}/peft, is adapters itself: use huggingface" in err
+    assert f"--format=peft: what the run adapts, {tmp_path}/peft, is no directory in the form of transformers" in err
+    own = json.loads((tmp_path / "more" / "config.json").read_text())
+    for base in (tmp_path / "run", released(tmp_path / "llada", "llada")):  # whose tensors have names of their own
+        (tmp_path / "more" / "config.json").write_text(json.dumps(own | {"init_from": str(base)}))
+        _, err = run("convert", "--format=peft", f"--from={tmp_path}/more", f"--to={tmp_path}/ours", code=2)
+        assert f"what the run adapts, {base}, is no directory in the form of transformers" in err
     config = json.loads((tmp_path / "peft" / "adapter_config.json").read_text())
     assert config["base_model_name_or_path"] == str(source)  # from wherever it is read
     for name, value, said in (
@@ -198,10 +205,27 @@ def load_items(step):
         return checkpointer.restore(step / "params", restore_args=as_numpy)
 
 
+ADAPTERS = {"peft_type": "LORA", "r": 2, "lora_alpha": 4, "layers_to_transform": [1]}
+
+
+def test_prompts_of_adapters_are_written_by_the_tokenizer_that_lies_with_them(source, tmp_path):
+    """With the template that they were trained with; what ends a text, and the mask token, is the model's."""
+    path, turns = epath.Path(tmp_path), [{"role": "user", "content": "hi"}]
+    (path / "adapter_config.json").write_text(json.dumps(ADAPTERS | {"base_model_name_or_path": str(source)}))
+    theirs = load_tokenizer(source)
+    assert load_tokenizer(path).files == theirs.files
+    (document,), (turn,) = theirs.encode_chat(["<|endoftext|>", "<|im_end|>"])
+    change_config(source, eos_token_id=[document, turn], mask_token_id=7)
+    template = "{% for m in messages %}Q: {{ m.content }}<|im_end|>{% endfor %}A:"
+    write_tokenizer(tmp_path, chat_template=template, eos_token="<|endoftext|>")
+    tokenizer, config = load_tokenizer(path), read_model_config(path)
+    assert tokenizer.render_chat(turns) == "Q: hi<|im_end|>A:"
+    assert (tokenizer.eos_id, tokenizer.mask_id) == (config.eos_token_id, config.mask_token_id) == (turn, 7)
+
+
 def test_adapters_of_some_layers_alone_are_refused_by_the_tensor_that_is_missing(source, tmp_path):
     """As `peft` writes them with `layers_to_transform`."""
-    config = {"peft_type": "LORA", "base_model_name_or_path": str(source), "r": 2, "lora_alpha": 4}
-    (tmp_path / "adapter_config.json").write_text(json.dumps(config | {"layers_to_transform": [1]}))
+    (tmp_path / "adapter_config.json").write_text(json.dumps(ADAPTERS | {"base_model_name_or_path": str(source)}))
     q_proj = load_file(source / "model-00001-of-00001.safetensors")["model.layers.1.self_attn.q_proj.weight"]
     sides = {"A": np.zeros((2, q_proj.shape[1]), np.float32), "B": np.zeros((q_proj.shape[0], 2), np.float32)}
     names = {side: f"base_model.model.model.layers.{{}}.self_attn.q_proj.lora_{side}.weight" for side in sides}

@@ -146,10 +146,10 @@ def _stamp(path: epath.Path) -> list[tuple[str, float | str, int]]:
 
 def read_model_config(path: epath.Path) -> ModelConfig:
     """The shape of the model at a path; UserError where there is none."""
-    path = _model_place(path)
-    if huggingface_config.is_huggingface(path):
-        return huggingface_config.read_model_config(path, find_tokenizer(path), releases=releases())
-    return run_directory.read_model_config(find_step(path)[0])
+    place = _model_place(path)
+    if huggingface_config.is_huggingface(place):
+        return huggingface_config.read_model_config(place, find_tokenizer(path), releases=releases())
+    return run_directory.read_model_config(find_step(place)[0])
 
 
 def load_params(path: epath.Path, target: dict[str, Any]) -> dict[str, Any]:
@@ -265,19 +265,20 @@ def check_fits(
 
 def find_tokenizer(path: epath.Path, mask_token_id: int | None = None) -> Tokenizer | None:
     """The tokenizer of a run or model, if it has one; by default with the model's mask token."""
-    directory = tokenizer_place(path)
-    file = find_tokenizer_file(directory)
+    file, model = find_tokenizer_file(tokenizer_place(path)), tokenizer_place(_model_place(path))
     if file is None:
         return None
-    if mask_token_id is None and huggingface_config.is_huggingface(directory):
-        mask_token_id = huggingface_config.read_config(directory, releases()).mask_token_id
-    elif mask_token_id is None and (directory / "model.json").exists():
-        mask_token_id = run_directory.read_model_config(directory).mask_token_id
+    if mask_token_id is None and huggingface_config.is_huggingface(model):
+        mask_token_id = huggingface_config.read_config(model, releases()).mask_token_id
+    elif mask_token_id is None and (model / "model.json").exists():
+        mask_token_id = run_directory.read_model_config(model).mask_token_id
     return load_tokenizer_file(file, MASK_PIECE if mask_token_id in (None, -1) else mask_token_id)
 
 
 def tokenizer_place(path: epath.Path) -> epath.Path:
-    """The directory that holds the tokenizer of a run or model, if any."""
+    """The directory that holds the tokenizer of a run or model, if any; adapters may have one of their own."""
+    if peft.is_peft(path) and find_tokenizer_file(path):
+        return path
     path = _model_place(path)
     return path if huggingface_config.is_huggingface(path) else find_step(path)[0]
 

@@ -96,10 +96,8 @@ def write(path: epath.Path, lora: Lora, adapters: dict[str, Any], base: epath.Pa
     The system that trained them stands where `peft` does not look: it warns of keys that it does not know.
 
     Raises:
-      UserError: where other weights were trained, too, or the base is adapters itself, which `peft` would mix up.
+      UserError: where other weights were trained, too.
     """
-    if is_peft(base):
-        raise UserError(f"--format=peft: what the run adapts, {base}, is adapters itself: use huggingface")
     if others := lora.without_adapters(adapters)["layers"].keys() | (adapters.keys() - {"layers"}):
         raise UserError(f"--format=peft holds adapters alone, and {min(others)} was trained, too: use huggingface")
     tensors = {}
