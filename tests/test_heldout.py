@@ -146,6 +146,16 @@ def test_a_run_evaluates_and_trains_as_if_it_did_not(tmp_path):
         assert evaluated[-1][name] == pytest.approx(value, abs=1e-6, rel=1e-6)
 
 
+@pytest.mark.thorough
+def test_a_run_with_products_in_fp8_measures_the_model_that_it_saves(tmp_path):
+    (tmp_path / "held_out.jsonl").write_text('{"query": "Add 5 and 3.", "response": "8 it is, and more of it."}\n')
+    flags = [*TINY_RUN, "--config.steps=5", "--config.quantization=fp8", "--config.eval.every=5"]
+    run("train", *flags, f"--config.eval.path={tmp_path}/held_out.jsonl", f"--workdir={tmp_path}/run")
+    config, model = read_config(tmp_path / "run"), load_model(tmp_path / "run")
+    found = evaluate_model(config, model, find_held_out(config, load_tokenizer(tmp_path / "run")))
+    assert read_metrics(tmp_path / "run")[-1]["eval_loss"] == pytest.approx(found["eval_loss"], rel=1e-6)
+
+
 @pytest.mark.parametrize("objective", ["refusion", "ar", "llada", "dream", "r2ft"])
 @pytest.mark.thorough
 def test_bits_per_byte_in_training_are_those_of_the_likelihood_on_any_devices(objective, monkeypatch):

@@ -64,7 +64,7 @@ def split(weights: dict[str, Any], lora: Lora | None) -> tuple[dict[str, Any], d
 def train_program(config: ml_collections.ConfigDict, shape: ModelConfig, mesh: Mesh) -> Program:
     """The program of a config for a model on a mesh, whose devices may be abstract."""
     if config.quantization != "none" and shape.num_experts:
-        raise SettingError("config", "quantization", config.quantization, "a model with experts needs none")
+        raise SettingError("config", "quantization", config.quantization, "a model with experts is trained with `none`")
     platform = mesh.devices.flat[0].platform
     backend = backend_for(platform, config.row_length // mesh.shape["sequence"], config.model.head_dim, config.dtype)
 
@@ -75,7 +75,7 @@ def train_program(config: ml_collections.ConfigDict, shape: ModelConfig, mesh: M
     read = read_model_config(epath.Path(objective.reads)) if objective.reads else None
 
     def build(rngs: nnx.Rngs) -> Transformer:
-        model = Transformer(shape, rngs, config.dtype, config.remat, backend, config.quantization)
+        model = Transformer(shape, rngs, config.dtype, config.remat, backend)
         if lora:
             add_adapters(model.layers, lora, rngs)
         if read:
@@ -83,14 +83,15 @@ def train_program(config: ml_collections.ConfigDict, shape: ModelConfig, mesh: M
         return model
 
     abstract_model = nnx.eval_shape(lambda: build(nnx.Rngs(0)))
-    graphdef, axes = nnx.split(abstract_model)[0], logical_axes(abstract_model)
+    graphdef, axes = nnx.graphdef(abstract_model), logical_axes(abstract_model)
+    abstract_model.quantization = config.quantization  # of steps alone: what is measured is the model that is saved
     trained, schedule = split(axes, lora)[0], make_schedule(config)
     if lora and lora.full and not any(re.fullmatch(lora.full, name) for name in (*trained, *trained["layers"])):
         names = lora.without_adapters(axes)["layers"].keys() | axes.keys() - {"layers", "reads"}
         raise SettingError("config", "lora.full", lora.full, f"names none of {', '.join(sorted(names))}")
     optimizer = make_optimizer(config, schedule, trained)
-    guards = config.guard.spike, config.debug_nans
-    step = make_train_step(graphdef, objective, optimizer, schedule, config.seed, config.accumulation, *guards)
+    how = schedule, config.seed, config.accumulation, config.guard.spike, config.debug_nans
+    step = make_train_step(nnx.graphdef(abstract_model), objective, optimizer, *how)
 
     def fresh_state(weights: dict | None = None) -> TrainState:
         params = combine(weights or {}, nnx.to_pure_dict(nnx.state(build(nnx.Rngs(config.seed)))))
