@@ -173,9 +173,13 @@ def test_what_does_not_fit_is_refused_by_name(path, keys, said, prepared, tokeni
 def test_another_tokenizer_is_refused(prepared, tmp_path):
     from refusion_jax.data.tokenizer import SentencePieceTokenizer
 
-    (tmp_path / "other.model").write_bytes(SentencePieceTokenizer.train(["eight nine ten"] * 9, 280).model)
-    with pytest.raises(UserError, match="was made with another tokenizer than .*other.model"):
-        load_dataset(config(prepared, tmp_path / "other.model", "{0}/a"), tmp_path)
+    other = SentencePieceTokenizer.train(["eight nine ten"] * 9, 280)
+    (tmp_path / "other.model").write_bytes(other.model)
+    own = config(prepared, tmp_path / "other.model", "{0}/a", **{"eval.path": f"{prepared}/a"})
+    with pytest.raises(UserError, match="^--config.data.path: .*/a was made with another tokenizer than the run's"):
+        load_dataset(own, tmp_path)
+    with pytest.raises(UserError, match="^--config.eval.path: .*/a was made with another tokenizer than the run's"):
+        find_held_out(own, other)
 
 
 def test_damage_is_found(tokenizer_file, tmp_path):

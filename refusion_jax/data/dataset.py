@@ -71,7 +71,7 @@ def _open_prepared(
     if not file:
         raise UserError(f"{paths[0]} holds no tokenizer; name the one it was made with by --config.data.tokenizer")
     tokenizer = load_tokenizer_file(file, data.mask_piece, data.thinking)
-    parts = [_prepared_rows(config, path, tokenizer, str(file)) for path in paths]
+    parts = [_prepared_rows(config, path, tokenizer, "data.path") for path in paths]
     weights = tuple(data.weights) or tuple(len(part) for part in parts)
     if len(weights) != len(parts) or not all(isinstance(w, int | float) and w > 0 for w in weights):
         raise UserError(
@@ -96,10 +96,10 @@ def read_rows(config: ml_collections.ConfigDict, path: str, tokenizer: Tokenizer
         examples = usable(read_examples(data, config.seed, f"--config.{key}"), data.on_error)
         documents = usable(tokenize(examples, tokenizer, config.row_length), data.on_error)
         return pack(documents, config.row_length)
-    return _prepared_rows(config, path, tokenizer, "the run's")
+    return _prepared_rows(config, path, tokenizer, key)
 
 
-def _prepared_rows(config: ml_collections.ConfigDict, path: str, tokenizer: Tokenizer, whose: str) -> PreparedRows:
+def _prepared_rows(config: ml_collections.ConfigDict, path: str, tokenizer: Tokenizer, key: str) -> PreparedRows:
     rows = PreparedRows(path)
     if rows.row_length != config.row_length:
         raise UserError(
@@ -107,7 +107,10 @@ def _prepared_rows(config: ml_collections.ConfigDict, path: str, tokenizer: Toke
             f"prepare it again"
         )
     if rows.manifest.tokenizer != tokenizer_hash(tokenizer):
-        raise UserError(f"{path} was made with another tokenizer than {whose}; prepare it again with that one")
+        raise UserError(
+            f"--config.{key}: {path} was made with another tokenizer than the run's; name its own by "
+            f"--config.data.tokenizer, or prepare it again"
+        )
     return rows
 
 
