@@ -26,6 +26,7 @@ from absl import flags
 from etils import epath
 from jax.sharding import Mesh
 
+from refusion_jax.batch.rows import noise_keys
 from refusion_jax.checkpoints.directory import is_complete, saved_steps
 from refusion_jax.checkpoints.load import check_fits, choose_method, find_own_tokenizer, read_model_config
 from refusion_jax.checkpoints.lock import check_free, locked
@@ -121,6 +122,8 @@ def train(
     if reads:
         check_fits(epath.Path(reads), shape, tokenizer, f"{config.objective}.reads", READ_ALIKE)
     program = train_program(config, shape, mesh)
+    # A fault of the objective is told before anything is written.
+    jax.eval_shape(lambda rows: program.objective.batch(rows, noise_keys(0, 0, config.batch_size)), program.rows)
     if compile_only:
         compile_into_cache(config, workdir, program, mesh)
         return True

@@ -6,7 +6,8 @@ import sys
 
 import jax
 import pytest
-from conftest import MASK, PROMPTS, ROOT, config_with, settings, sharp_model
+from conftest import MASK, PROMPTS, ROOT, config_with, run, settings, sharp_model
+from helpers import config_of_mine
 from test_systems import rows
 
 from refusion_jax import UserError, decode
@@ -147,6 +148,15 @@ def test_two_systems_that_decode_each_others_models_are_registered_one_of_them_t
         registry.register(system)
     assert registry.decoders_for("first") == ["first", "second"]
     assert registry.decoders_for("second") == ["second", "first"]
+
+
+def test_a_batch_that_does_not_fit_is_refused_before_the_run_has_a_directory(tmp_path):
+    wrong = 'registry.find_system("mine").objective.corrupt = lambda *_: {}\n'
+    (tmp_path / "mine.py").write_text(config_of_mine("ar") + wrong)
+    flags = [f"--config={tmp_path}/mine.py", "--config.objective=mine", "--config.data.examples=500"]
+    _, err = run("train", *flags, f"--workdir={tmp_path}/run", code=2)
+    assert re.search("^error: .*corrupt: returns dict, not a Batch", err)
+    assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.parametrize(
