@@ -324,8 +324,7 @@ def test_a_model_has_nearly_the_gradients_that_it_has_without_rounding(name, mos
     batch = Batch(tokens, positions, causal(jnp.ones_like(tokens)), jnp.roll(tokens, 1, 1), {"ar": every})
     gradients = []
     for quantization in ("none", name):
-        model = Transformer(tiny_config(), nnx.Rngs(0))
-        model.quantization = quantization
+        model = Transformer(tiny_config(), nnx.Rngs(0), quantization=quantization)
 
         def loss(model):
             return model.cross_entropy(batch)[0].mean()

@@ -36,10 +36,10 @@ from refusion_jax.model.stack import Layers, norm
 class Transformer(nnx.Module):
     """A decoder-only transformer. The caller supplies the attention mask. It computes in `dtype`; logits are float32.
 
-    `remat` is one of `remat.REMAT_POLICIES`, and `backend` as of `packed_attention.backend_for`, for packed rows.
+    `remat` is one of `remat.REMAT_POLICIES`, `backend` as of `packed_attention.backend_for`, for packed rows, and
+    `quantization` "int8" or "fp8", of products with weights of layers, for training (quantized_training.py), or "none".
     """
 
-    quantization = "none"  # in steps of training: "int8" or "fp8", of products with weights (quantized_training.py)
     head_rows = 0  # rows of the output head that the logits of a token are computed of; 0: all
     reads: "Transformer | None" = None  # in training: see `embedded_with`
 
@@ -50,8 +50,10 @@ class Transformer(nnx.Module):
         dtype: str = "float32",
         remat: str = "none",
         backend: str = "xla",
+        quantization: str = "none",
     ):
         self.config, self.dtype, self.remat, self.backend = config, jnp.dtype(dtype), remat, backend
+        self.quantization = quantization
         self.cache_dtype = self.dtype  # of keys and values between forward passes; int8: see `rounded`
         V, D = config.vocab_size, config.hidden_size
         self.embed_tokens = weight(rngs, (V, D), ("vocab", "embed"), D**-0.5, ("embed",))

@@ -74,8 +74,8 @@ def train_program(config: ml_collections.ConfigDict, shape: ModelConfig, mesh: M
         raise SettingError("config", f"{system.section}.reads", "", "name the run or model that is read")
     read = read_model_config(epath.Path(objective.reads)) if objective.reads else None
 
-    def build(rngs: nnx.Rngs) -> Transformer:
-        model = Transformer(shape, rngs, config.dtype, config.remat, backend)
+    def build(rngs: nnx.Rngs, quantization: str = "none") -> Transformer:
+        model = Transformer(shape, rngs, config.dtype, config.remat, backend, quantization)
         if lora:
             add_adapters(model.layers, lora, rngs)
         if read:
@@ -84,14 +84,15 @@ def train_program(config: ml_collections.ConfigDict, shape: ModelConfig, mesh: M
 
     abstract_model = nnx.eval_shape(lambda: build(nnx.Rngs(0)))
     graphdef, axes = nnx.graphdef(abstract_model), logical_axes(abstract_model)
-    abstract_model.quantization = config.quantization  # of steps alone: what is measured is the model that is saved
+    # Of steps alone: what is measured is the model that is saved.
+    rounded = nnx.graphdef(nnx.eval_shape(lambda: build(nnx.Rngs(0), config.quantization)))
     trained, schedule = split(axes, lora)[0], make_schedule(config)
     if lora and lora.full and not any(re.fullmatch(lora.full, name) for name in (*trained, *trained["layers"])):
         names = lora.without_adapters(axes)["layers"].keys() | axes.keys() - {"layers", "reads"}
         raise SettingError("config", "lora.full", lora.full, f"names none of {', '.join(sorted(names))}")
     optimizer = make_optimizer(config, schedule, trained)
     how = schedule, config.seed, config.accumulation, config.guard.spike, config.debug_nans
-    step = make_train_step(nnx.graphdef(abstract_model), objective, optimizer, *how)
+    step = make_train_step(rounded, objective, optimizer, *how)
 
     def fresh_state(weights: dict | None = None) -> TrainState:
         params = combine(weights or {}, nnx.to_pure_dict(nnx.state(build(nnx.Rngs(config.seed)))))
