@@ -8,8 +8,8 @@ tokenizer.model. Any config key can be set by a flag; listed below are the share
 --config names.
 
 On every host of a TPU pod, or under any other launcher (launch/local_hosts.sh), the same command trains on all of them
-together; DIR must be one that they share. On a signal or a maintenance notice the run is saved and left with exit code
-75: start it again. Exit code 2 means that the input is at fault: it would fail again.
+together; DIR must be one that they share. On a signal or a maintenance notice the process saves a checkpoint and exits
+with code 75: start it again. Exit code 2 means that the input is at fault: it would fail again.
 
 One command at a time trains in DIR. It resumes from the newest checkpoint that is whole, passing over damaged ones.
 The update of a step with a non-finite loss or gradient, or a loss spike (--config.guard.spike), is skipped; several in
@@ -59,8 +59,8 @@ _ALLOW = flags.DEFINE_list(
     "allow_change", [], f"Config keys that may differ from those the run was started with: {', '.join(CHANGEABLE)}"
 )
 _PEERS = flags.DEFINE_float("peer_seconds", 300.0, "How long to wait for the other processes of a run", 1.0)
-_LOST = flags.DEFINE_integer("lost_seconds", 60, "After how long a silence another process counts as lost", 5, 3600)
-_PROFILE = flags.DEFINE_integer("profiler_port", None, "Port of each host, to ask there for a profile", 1, 65535)
+_LOST = flags.DEFINE_integer("lost_seconds", 60, "Seconds of silence after which another process is lost", 5, 3600)
+_PROFILE = flags.DEFINE_integer("profiler_port", None, "Port on each host for on-demand profiling", 1, 65535)
 
 
 def train(

@@ -28,7 +28,7 @@ class Batch:
     visibility: Visibility
     labels: Int32[Array, "B T"]
     weights: dict[str, Float32[Array, "B T"]]  # by loss term; 0 without a label
-    # For reports, which split held-out losses by them: shares from 0 to 1, or counts, of which the 16 least are told.
+    # Reports split held-out losses by them: shares from 0 to 1, or integers, of which the 16 smallest are reported.
     diagnostics: dict[str, Shaped[Array, "B T"]] = dataclasses.field(default_factory=dict)
     # (cross-entropies, batch) -> terms, like `weigh`, if a term is not a weighted sum. Hashable. Terms must be sums
     # over rows, so that micro-batches add up; no report splits them.

@@ -36,9 +36,9 @@ def files_below(directory: epath.Path) -> Iterable[epath.Path]:
 
 
 def write(directory: epath.Path, files: dict[str, epath.Path], part: str = "") -> None:
-    """Writes a list of this process's: of files, by the names in the directory under which they will be found.
+    """Writes this process's list of checksums, by the final name of each file in the directory.
 
-    `part` is of the list's name, where a process writes more than one.
+    `part` tells lists apart, where a process writes more than one.
     """
     with concurrent.futures.ThreadPoolExecutor(_THREADS) as pool:
         found = dict(zip(files, pool.map(_checksum, files.values()), strict=True))

@@ -238,8 +238,8 @@ def check_fits(
 ) -> None:
     """Refuses weights of another model, or of one whose tokens mean something else.
 
-    The config is of the model that they are for, and the tokenizer of the data; `flag` is the key that names the path.
-    With `alike` both must agree in these keys, else in all that weights depend on.
+    `config` is that of the model to be initialized, `tokenizer` that of the data, `flag` the key that names the path.
+    Compares the keys in `alike`, or else all keys on which weights depend.
     """
     there, own = read_model_config(path), find_tokenizer(path)
     if own and (token := first_difference(own, tokenizer)) is not None:

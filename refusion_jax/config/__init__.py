@@ -70,7 +70,7 @@ CHANGEABLE = (
     *("learning_rate", "schedule", "warmup_steps", "decay_steps", "final_lr_ratio", "weight_decay", "clip_norm"),
     "data",
 )
-# What has no effect without another key, and whether it has one in a config.
+# Keys that have an effect only with another one, what that must be, and whether a config has it.
 _NEEDS = {
     "decay_steps": ("schedule=wsd", lambda c: c.schedule == "wsd"),
     **dict.fromkeys(("lora.alpha", "lora.targets", "lora.full"), ("lora.rank", lambda c: c.lora.rank)),

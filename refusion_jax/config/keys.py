@@ -42,12 +42,12 @@ _TRAINING = {
         "",
         "weights to start from, a Hugging Face directory or a run, whose shape counts where none is set; empty: random",
     ),
-    "learning_rate": Setting(3e-4, "peak", above=0, at_most=100),
+    "learning_rate": Setting(3e-4, "peak learning rate", above=0, at_most=100),
     "schedule": _one_of("cosine | wsd | constant", "after the warm-up; wsd is stable, then decays"),
     "warmup_steps": _from_0(0, "linear warm-up from 0", _MOST_STEPS),
     "decay_steps": _from_0(0, "length of the final linear decay of wsd", _MOST_STEPS),
     "final_lr_ratio": _from_0(0.1, "learning rate at the end over its peak (cosine, wsd)", 1),
-    "optimizer": _one_of("adamw | adafactor | muon", "with two moments per weight, of rows and columns only, or one"),
+    "optimizer": _one_of("adamw | adafactor | muon", "moments per weight: two, by rows and columns only, or one"),
     "moment_dtype": _one_of(_WIDTHS, "dtype of the first moment"),
     "weight_decay": _from_0(0.1, "on matrices only", 1000),
     "beta1": Setting(0.9, "decay of adamw's first moment, also in its part of muon", at_least=0, below=1),
@@ -56,15 +56,15 @@ _TRAINING = {
     "accumulation": _count(1, "micro-batches per step: less memory, same result"),
     "remat": Setting("products", remat.HELP, choices=tuple(remat.REMAT_POLICIES)),
     "dtype": _one_of(_WIDTHS, "dtype of computation; weights, softmax and loss are float32 always"),
-    "quantization": _one_of("none | int8 | fp8", "products with weights of layers, and the gradients of their inputs"),
+    "quantization": _one_of("none | int8 | fp8", "precision of the layers' products, and of their inputs' gradients"),
     "log_every": _count(10, "steps between metrics", _MOST_STEPS),
     "tracker": Setting(
-        "tensorboard", "what else shows them, with commas between: tensorboard | wandb | trackio; empty: nothing"
+        "tensorboard", "where else metrics go, comma-separated: tensorboard | wandb | trackio; empty: nowhere"
     ),
     "profile_steps": Setting((), "first and last step to profile, such as (10,12); TensorBoard shows it"),
     "debug_nans": Setting(False, "name the first weight, gradient or update that is not finite; slower"),
     "compilation_cache": _one_of(
-        "own | shared | off", "in your cache directory, or in DIR for all hosts, where it holds code that is run"
+        "own | shared | off", "own: your cache directory; shared: DIR, for all hosts (it holds code that is executed)"
     ),
 }
 
@@ -114,7 +114,7 @@ _MODEL = {
 
 _LORA = {
     "rank": _from_0(0, "rank of adapters (LoRA), trained in place of the weights of init_from; 0: none", 2**14),
-    "alpha": Setting(16.0, "adapters count alpha / rank times", above=0, at_most=1e6),
+    "alpha": Setting(16.0, "updates by adapters are scaled by alpha / rank", above=0, at_most=1e6),
     "targets": Setting(".*_proj", "pattern of the weights that get one: (q|k|v|o|gate|up|down)_proj"),
     "full": Setting("", "pattern of weights that are trained themselves, such as embed_tokens|.*norm; empty: none"),
 }
@@ -133,7 +133,7 @@ _DATA = {
     ),
     "mask_piece": Setting("<mask>", "the tokenizer's piece that stands for a masked token"),
     "thinking": _one_of("unset | true | false", "`enable_thinking` of the chat template, of the trained model, too"),
-    "turns": _one_of("last | all", "the answers of a conversation that are trained, each on the turns before it"),
+    "turns": _one_of("last | all", "which answers of a conversation are trained on; each sees the turns before it"),
     "query_field": Setting("", "JSON field of the prompt; empty: query, question or prompt, what is there"),
     "response_field": Setting("", "JSON field of the answer; empty: response, answer or completion"),
     "text_field": Setting("", "JSON field of a text without prompt; empty: text"),
@@ -151,7 +151,7 @@ _EVAL = {
     ),
     "rows": _from_0(256, "rows evaluated, at most, evenly spaced; 0: all", 2**31 - 1),
     "tasks": Setting("", "tasks of `evaluate` to decode and score while training, with commas between; empty: none"),
-    "tasks_every": _count(1000, "steps between that; the last step is always scored", _MOST_STEPS),
+    "tasks_every": _count(1000, "steps between evaluations on tasks; the last step is always scored", _MOST_STEPS),
     "limit": _from_0(200, "problems of each task, the first so many; 0: all", 2**31 - 1),
     "include_path": Setting("", "directory of task files of your own (lm_eval's YAML)"),
     "task_data": Setting("", "directory with TASK.jsonl, in place of what TASK downloads"),

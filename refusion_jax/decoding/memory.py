@@ -32,8 +32,8 @@ def bytes_needed(model: Transformer, mesh: Mesh, rows: int, decoder: Decoder, ke
     """Bytes on each device besides the weights: the caches of the batch and of the rows that are prefilled at once, and
     the temporaries of the widest forward pass or of the prefill.
 
-    Rows are split over the batch axes of the mesh, heads and vocabulary over its tensor axis. Tokens of what prompts
-    begin with are `kept` for others. Of the model only shape and dtypes are used.
+    Rows are split over the batch axes of the mesh, heads and vocabulary over its tensor axis. The prefix cache has
+    `kept` tokens. Of the model only shape and dtypes are used.
     """
     c, entries = model.config, decoder.cache_length
     batch, tensor = shard_count(mesh, "batch"), shard_count(mesh, "heads")

@@ -37,7 +37,7 @@ UNTIL_DONE = np.iinfo(np.int32).max  # forward passes of a run that ends with it
 LOOK = 16  # forward passes between two checks of whether the caller stops answers
 _MOST = 64  # forward passes of a run, after which the host can be interrupted, and sees a decoder that does not end
 _IDLE = 4096  # forward passes without a token that no decoder needs
-_KEPT = 4  # beginnings of prompts are kept for others in as much memory as a quarter of the rows
+_KEPT = 4  # the prefix cache takes as much memory as a quarter of the rows
 
 
 def stream(

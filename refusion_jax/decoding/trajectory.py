@@ -1,7 +1,7 @@
 """What each forward pass of a decoding plans and verifies: recorded on the device, where the caller asks for it.
 
-A decoder says it by `tell` in its `step`, whatever it is. That is collected while the step is traced inside `collect`,
-and does nothing elsewhere: a program that records nothing is the same as if it were not there.
+Decoders report plans and drafts by calling `tell` in their `step`. While the step is traced inside `collect` they are
+recorded; elsewhere `tell` does nothing, and the compiled program is the same as without it.
 
 Axes: L forward passes, B rows, T places.
 """
@@ -90,7 +90,7 @@ class Forward:
 
 
 def forwards_of(parts: Sequence[Trajectory]) -> dict[int, Forward]:
-    """Forwards of a row by their numbers; one that the row did not take part in is followed by one of its number."""
+    """Forwards of a row by number. A pass that the row sat out has the number of the next one, which overwrites it."""
     found = {}
     for part in parts:
         D, P = part.drafts, (part.entries.shape[1] - 2 - 2 * part.drafts) // 3

@@ -111,8 +111,8 @@ def _peaks(device_kind: str) -> tuple[float, float] | tuple[None, None]:
     return chips[max(known, key=len)] if known else (None, None)
 
 
-# Two cores of an AMD EPYC: weights that the last cache (32 MiB) holds are there as fast as they are multiplied; what
-# does not fit comes from memory, in the time that some 16 tokens take.
+# Two cores of an AMD EPYC: weights in the last-level cache (32 MiB) are read as fast as they are multiplied; reading
+# larger ones from memory takes as long as computing about 16 tokens.
 _CPU_CACHE, _CPU_TOKENS = 32 * 2**20, 16
 
 

@@ -93,7 +93,7 @@ class Layers(nnx.Module):
     ) -> tuple[Float[Array, "B T D"], Any, Load | None]:
         """Runs the layers one after the other, as `Transformer.through_layers` says, in the dtype of x.
 
-        Of two rotations, of the tokens' positions, the first one is that of every so many-th layer.
+        With two rotary embeddings, every n-th layer uses the first one, all others the second.
         """
         c, family = self.config, FAMILIES[self.config.family]
         activation = jax.nn.silu if "silu" in family.activation.values() else jax.nn.gelu

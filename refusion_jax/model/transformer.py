@@ -75,7 +75,7 @@ class Transformer(nnx.Module):
         """(-log p(label) of packed rows, without ever holding their logits; the load of the experts, if there are any).
 
         Rows that are split over chips are folded for it (batch/folding.py), so that none waits for the last one. Tokens
-        without a label cost nothing, and are 0.
+        without a label are skipped; their loss is 0.
         """
         head = widened(self._head.get_value(), self.dtype)
         of_tokens = batch.inputs, batch.positions, batch.labels, is_labelled(batch)
@@ -105,7 +105,7 @@ class Transformer(nnx.Module):
         """What the output head reads of new tokens on top of cached ones, and the new tokens' own keys and values.
 
         The cache is only read: the caller decides which of the new keys and values to keep. Of a cache in int8 the new
-        ones are rounded before any token sees them: what is seen does not depend on how tokens fall into passes.
+        ones are rounded before any token sees them: results do not depend on how tokens are split into passes.
 
         Every new token sees the leading `length` of the S entries of its row, [L, B, K, S, H], and those new ones that
         `visible` says. `ragged`, the new tokens that count, leaves the others out; what is returned is packed then.

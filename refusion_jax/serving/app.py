@@ -31,7 +31,7 @@ def make_app(service: Service, access: Access, version: str) -> FastAPI:
     structured = anyio.CapacityLimiter(4)
 
     def threads(body: Completion | Chat) -> anyio.CapacityLimiter | None:
-        """Few for structured answers: a grammar may take seconds, and the first ones wait for programs."""
+        """Few threads for structured answers: reading a grammar may take seconds."""
         return structured if body.constraints else None
 
     app.add_route("/", functools.partial(_page, "page.html"))

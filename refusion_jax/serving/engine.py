@@ -34,7 +34,7 @@ from refusion_jax.systems.api import as_decoded, decoder_for
 
 LOOK = 8  # forwards between two looks at what the rows have decoded
 SOON = 2  # the same while a row is free, for whoever comes
-OFTEN = 0.03  # seconds between two reports to who is shown an answer as it is written: more than anybody can read
+OFTEN = 0.03  # seconds between two updates of a streamed answer: faster than anyone reads
 MOST_WAITING = 4096  # jobs besides those in the batch
 _NEW_TOKENS = 256  # of an answer, unless the settings say otherwise
 

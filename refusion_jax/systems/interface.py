@@ -39,7 +39,9 @@ class Objective(abc.ABC):
 
     mask_id: int
     eos_id: int = dataclasses.field(default=-1, kw_only=True)  # at the end of every text that is not cut; -1: of none
-    reads = ""  # a model whose hidden states of the text (tokens of group 0) the trained one is fed with it; no field
+    # Path of a frozen model whose hidden states of the text (tokens of group 0) are added to the input; "": none. A
+    # class attribute, unless a subclass makes it a field.
+    reads = ""
 
     shifted: ClassVar[bool] = False  # whether models learn to read a masked token from the logits at the one before it
     streams: ClassVar[int] = 1  # versions of a row that the model is fed, one after the other

@@ -57,7 +57,7 @@ class MetricsWriter:
             self._bar.start()
 
     def later(self, step: int, metrics: dict[str, jax.Array]) -> None:
-        """Keeps the metrics of a step for `flush`, so that nobody waits for them yet."""
+        """Keeps the metrics of a step for `flush`, so that the host does not wait for the device yet."""
         self._kept = step, metrics
 
     def flush(self) -> None:

@@ -84,7 +84,7 @@ def train_program(config: ml_collections.ConfigDict, shape: ModelConfig, mesh: M
 
     abstract_model = nnx.eval_shape(lambda: build(nnx.Rngs(0)))
     graphdef, axes = nnx.graphdef(abstract_model), logical_axes(abstract_model)
-    # Of steps alone: what is measured is the model that is saved.
+    # Only training steps round: what is evaluated is the model that is saved.
     rounded = nnx.graphdef(nnx.eval_shape(lambda: build(nnx.Rngs(0), config.quantization)))
     trained, schedule = split(axes, lora)[0], make_schedule(config)
     if lora and lora.full and not any(re.fullmatch(lora.full, name) for name in (*trained, *trained["layers"])):

@@ -1,4 +1,4 @@
-"""A session of a run: what is between a start, or a roll-back, and the next.
+"""One session of a run: from a start, or a roll-back, to the next.
 
 It begins with the state of the newest whole checkpoint, opens the logs, and has the step compiled.
 """

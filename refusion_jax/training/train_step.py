@@ -172,7 +172,7 @@ def make_train_step(
         batch = objective.batch(rows, noise_keys(seed, state.step, rows.tokens.shape[0]))
         batch = batch.replace(diagnostics={})  # only needed for reports
         V = nnx.merge(graphdef, state.weights).config.vocab_size
-        # No rows of the embedding: they would be read, and learnt, as other tokens.
+        # Ids outside the vocabulary would silently be read, and learnt, as other tokens.
         is_invalid = (batch.inputs % V != batch.inputs) | is_labelled(batch) & (batch.labels % V != batch.labels)
 
         grad_fn = jax.value_and_grad(loss_fn, has_aux=True)

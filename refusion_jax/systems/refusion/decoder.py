@@ -1,8 +1,8 @@
 """Exact infilling: the chosen slots become what the model itself writes one token after the other.
 
-The chosen slots in sequence are one text. A forward pass over its drafts tells at each token the next one, and where it
-is another than the draft it takes its place; what comes before the first such place is final. The jitted twin of
-`infill_exactly` in reference.py.
+The chosen slots in sequence are one text. One forward pass over its drafts predicts each next token, which replaces the
+draft where it differs; what comes before the first such place is final. The jitted twin of `infill_exactly` in
+reference.py.
 
     phase      drafts                  plan
     plan                               remaining slots       chooses the confident slots
