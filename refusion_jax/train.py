@@ -73,10 +73,10 @@ def train(
     """Trains from where the run's directory stands to the last step, together with the other processes.
 
     Returns:
-      Whether what was asked for is done; else it was interrupted, and is saved.
+      Whether everything asked for is done; False if it was interrupted, and saved.
 
     Raises:
-      UserError: where config, data or directory cannot be used; nothing has been written then.
+      UserError: if the config, data or directory cannot be used; nothing has been written then.
     """
     # 1. What is asked for, and is any of it left to do?
     preemption = Preemption()
@@ -103,7 +103,7 @@ def train(
     source = epath.Path(config.init_from) if config.init_from and (config.lora.rank or not steps) else None
     reads = make_objective(config, 0).reads
     if reads and (system := find_system(config.objective)).decodes and system.decoders:
-        with naming(f"--config.{config.objective}.reads"):  # or nothing could decode with what is trained
+        with naming(f"--config.{config.objective}.reads"):  # otherwise nothing could decode the trained model
             choose_method(epath.Path(reads), min(system.decoders))
     default = source or (epath.Path(reads) if reads else None)
     with naming(f"--config.{'init_from' if source else f'{config.objective}.reads'}"):
@@ -122,7 +122,7 @@ def train(
     if reads:
         check_fits(epath.Path(reads), shape, tokenizer, f"{config.objective}.reads", READ_ALIKE)
     program = train_program(config, shape, mesh)
-    # A fault of the objective is told before anything is written.
+    # A fault in the objective must show before anything is written.
     jax.eval_shape(lambda rows: program.objective.batch(rows, noise_keys(0, 0, config.batch_size)), program.rows)
     if compile_only:
         compile_into_cache(config, workdir, program, mesh)
@@ -141,7 +141,7 @@ def train(
         check_fits(source, shape, tokenizer)
     run.initial_weights = program.given_weights(source)
 
-    # 5. Train: one session, and one more for every time that bad numbers roll the run back.
+    # 5. Train: one session, and another one after every rollback.
     processes.check_shared(workdir)
     with locked(workdir) as run.check_lock, jax.set_mesh(mesh):
         while (outcome := session(run, start_over)) == "rolled back":
@@ -157,12 +157,12 @@ def compile_into_cache(config: ml_collections.ConfigDict, workdir: epath.Path, p
     began = time.monotonic()
     with jax.set_mesh(mesh):
         memory = program.compiled_step(program.target).memory_analysis()
-    needed = (memory.argument_size_in_bytes + memory.temp_size_in_bytes) / 2**30  # results take the state's place
+    needed = (memory.argument_size_in_bytes + memory.temp_size_in_bytes) / 2**30  # results reuse the state's memory
     say(f"compiled in {time.monotonic() - began:.1f} s into {place}: {needed:.2f} GiB per device")
 
 
 def session(run: Run, start_over: bool) -> str:
-    """Trains from the newest whole checkpoint until the run is complete, preempted, or rolled back: says which."""
+    """Trains from the newest whole checkpoint until the run is complete, preempted, or rolled back; returns which."""
     config, s = run.config, Session(run, start_over)
     if s.first_step >= config.steps:
         say(f"training is complete: {run.workdir} holds step {s.first_step} of {config.steps}")

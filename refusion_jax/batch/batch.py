@@ -1,4 +1,4 @@
-"""A training batch: the inputs of one forward, labels, and the weights of the loss.
+"""A training batch: the inputs of one forward pass, labels, and the weights of the loss.
 
 The loss is the sum over the terms of the objective of coefficient * sum of weight * cross-entropy; an objective that is
 not linear in the cross-entropies defines its terms by `combine`. The weights include the whole normalization, over the
@@ -21,7 +21,7 @@ from refusion_jax.batch.visibility import Visibility
 
 @struct.dataclass
 class Batch:
-    """The inputs of one forward, with labels and weights of the loss."""
+    """The inputs of one forward pass, with labels and weights of the loss."""
 
     inputs: Int32[Array, "B T"]
     positions: Int32[Array, "B T"]  # of each token in its text, for RoPE
@@ -36,7 +36,7 @@ class Batch:
 
 
 def mean_over(has_label: Bool[Array, "B T"]) -> Float32[Array, "B T"]:
-    """Weights with which a weighted sum is the mean over all labels; all 0 if there are none."""
+    """Weights that turn a weighted sum into the mean over all labels; all 0 if there are none."""
     return has_label / jnp.maximum(jnp.sum(has_label), 1).astype(jnp.float32)
 
 

@@ -1,4 +1,4 @@
-"""The order of a row that is split over chips, in which every chip has as many keys to attend to.
+"""Folded rows: an order of rows that are split over chips in which all chips have equally many keys to attend to.
 
 In a causal row later tokens see more keys: in row order the last of P chips works nearly twice as long as the average.
 A folded row has 2 P equal parts, of which chip i holds parts i and 2 P - 1 - i (Llama 3, arXiv 2407.21783, section
@@ -7,7 +7,7 @@ A folded row has 2 P equal parts, of which chip i holds parts i and 2 P - 1 - i 
     row order    0 1 2 3 | 4 5 6 7     keys seen, causal: 10 | 26
     folded       0 1 6 7 | 2 3 4 5                        18 | 18
 
-Everything but attention treats tokens one by one, so the order only matters to it, and there it is a pattern.
+Everything except attention treats tokens one by one; only attention depends on the order, and takes it as a pattern.
 
 Axes: B rows, T row length, P chips that share a row.
 """
@@ -22,13 +22,13 @@ from refusion_jax.batch.visibility import Pattern, Visibility
 
 
 def fold(x: Shaped[Array, "B T *_"], parts: int) -> Shaped[Array, "B T *_"]:
-    """Rows in row order to folded ones; T a multiple of 2 `parts`."""
+    """Converts rows from row order to folded order; T must be a multiple of 2 `parts`."""
     begin, end = x.reshape(len(x), 2, parts, -1).swapaxes(0, 1)
     return jnp.stack([begin, end[:, ::-1]], axis=2).reshape(x.shape)
 
 
 def unfold(x: Shaped[Array, "B T *_"], parts: int) -> Shaped[Array, "B T *_"]:
-    """Folded rows to row order."""
+    """Converts folded rows back to row order."""
     begin, end = x.reshape(len(x), parts, 2, -1).transpose(2, 0, 1, 3)
     return jnp.concatenate([begin, end[:, ::-1]], axis=1).reshape(x.shape)
 

@@ -24,8 +24,8 @@ PADDING = functools.partial(
 def shuffle_documents(rows: Rows, keys: Key[Array, "B"]) -> Rows:
     """Puts the documents of each row into a random order; the empty end stays where it is.
 
-    Rows are packed with the longest documents first, and often to their end, so that the place where one begins tells
-    how long it is where blocks are counted from the start of the row, and a decoder's text always begins at one.
+    Rows are packed with the longest documents first, so where a document begins tells how long it is. A model whose
+    blocks are counted from the start of the row could learn this, although a decoder's text always begins at a block.
     Documents keep their numbers.
     """
     index = row_index(rows.tokens)
@@ -40,8 +40,8 @@ def pad_answers(rows: Rows, keys: Key[Array, "B"], share: float, eos_id: int) ->
 
     A decoder of masked text fills more masks than an answer has tokens, and a model must learn to fill those after the
     end with EOS (LLaDA pads answers with EOS, as part of the loss). Packed rows have no room for that, so some
-    documents are replaced, never the first of a row; the empty end of a row becomes padding, too. What follows a text
-    that was cut, and has no EOS, stays. With the second one replaced:
+    documents are replaced, never the first of a row; the empty end of a row becomes padding, too. A document after a
+    truncated text, which has no EOS, is kept. With the second one replaced:
 
         tokens     p a E q b E r c E .
                    p a E E E E r c E E
@@ -59,8 +59,8 @@ def pad_answers(rows: Rows, keys: Key[Array, "B"], share: float, eos_id: int) ->
 def draw_masks(rows: Rows, keys: Key[Array, "B"]) -> tuple[Bool[Array, "B T"], Float32[Array, "B T"]]:
     """Masks response tokens, with one probability per document.
 
-    An EOS and its repeats are masked one by one, like any tokens (as in LLaDA). Masked together, a visible one would
-    say that no mask before it is an EOS, which is not so in decoding, where the last ones may be committed first.
+    An EOS and its repeats are masked one by one, like all tokens (as in LLaDA). If they were masked together, a visible
+    one would tell that no mask before it is an EOS; in decoding, however, the last ones may be committed first.
 
     Returns:
       (which tokens are masked, p = (1 - EPS) t + EPS with t ~ U(0, 1) of each token's document).

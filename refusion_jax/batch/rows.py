@@ -74,9 +74,9 @@ def noise_keys(seed: int, step: Int[ArrayLike, ""], batch_size: int) -> Key[Arra
 
 
 def keys_for(purpose: str, keys: Key[Array, "B"]) -> Key[Array, "B"]:
-    """Keys for one of the purposes that draw from the key of a row, by its name.
+    """Keys for a named purpose, derived from the keys of the rows.
 
-    Their numbers are independent of each other's, and of what is drawn from parts of the row's key: `split(key)[i]` is
-    `fold_in(key, i)` in JAX, so that purposes told apart by small numbers would draw the numbers of the parts.
+    Draws for different purposes are independent of each other, and of those from splits of the row's key. (In JAX
+    `split(key)[i]` is `fold_in(key, i)`, so purposes numbered 0, 1, ... would repeat the draws of the splits.)
     """
     return jax.vmap(jax.random.fold_in, in_axes=(0, None))(keys, zlib.crc32(purpose.encode()))

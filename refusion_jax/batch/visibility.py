@@ -54,7 +54,7 @@ class Pattern:
         """A part of the mask of a row with a single document."""
         rank, group = _cached(self, length)
         rank_q, rank_k, group_k = rank[queries], rank[keys], group[keys]
-        if rank_q.max() < rank_k.min():  # most tiles of long rows are all or nothing, which is told in no time
+        if rank_q.max() < rank_k.min():  # most tiles of long rows are all zeros or all ones, which is quick to see
             return np.zeros((len(rank_q), len(rank_k)), bool)
         if rank_k.max() <= rank_q.min() and not group_k.any():
             return np.ones((len(rank_q), len(rank_k)), bool)
@@ -121,7 +121,7 @@ CAUSAL, BIDIRECTIONAL = BlockCausal(1), BlockCausal(1 << 30)
 
 @struct.dataclass
 class Visibility:
-    """Who sees whom in a batch. `pattern` is set if ranks and groups follow one, for kernels to use."""
+    """Which tokens see which in a batch. `pattern` is set if ranks and groups follow one, for kernels to use."""
 
     segment_ids: Int32[ArrayLike, "B T"]  # the document of each token; 0 is padding
     rank: Int32[ArrayLike, "B T"]

@@ -21,9 +21,9 @@ from refusion_jax.training.run_report import PAGES
 BEGINNING = b"<!doctype html><!-- prepared data, by refusion_jax.inspect_data -->"  # of every page
 _SAMPLES, _TOKENS = 8, 300
 _DROPPED, _PER_REASON = 20_000, 3  # lines of dropped.jsonl that are read, and shown for each reason
-_USE = 0.4  # of a chip's peak: what large dense models reach (MaxText's and PaLM's reports: 0.38 to 0.67)
+_USE = 0.4  # share of a chip's peak that large dense models reach (MaxText's and PaLM's reports: 0.38 to 0.67)
 
-_Table = tuple[str, str, tuple[str, ...], list[tuple]]  # heading, note, head, rows: a float is a share of 1
+_Table = tuple[str, str, tuple[str, ...], list[tuple]]  # heading, note, column names, rows; floats are shares of 1
 
 
 def data_page(data: PreparedRows, tokenizer: Tokenizer, config: ml_collections.ConfigDict | None) -> str:

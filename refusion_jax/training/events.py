@@ -3,11 +3,11 @@
 DIR/events.jsonl holds one object for each event, over all sessions (starts) of the run: `time` (Unix seconds), `event`,
 and
 
-  start       step: that the session resumed from; time: when the process began; versions: of what compiles
+  start       step: where the session resumed; time: when the process began; versions: of JAX and its compilers
   changed     what: a key of the config, with --allow_change
   passed_over step, why: a checkpoint that could not be read
-  rolled_back from_step, to_step, why: after steps that did not count; the rows in between are left out
-  init        seconds from the start to the first compilation, without restoring
+  rolled_back from_step, to_step, why: after failed steps; the rows in between are left out
+  init        seconds from the start to the first compilation, excluding the restore
   restore     seconds to read the checkpoint
   compile     seconds to compile the step (or to find it in the compilation cache)
   steps       first, last; seconds that devices worked on them; data_seconds that devices waited for rows
@@ -39,8 +39,8 @@ PARTS = ("step", "init", "compile", "data", "checkpoint", "lost", "other", "down
 _PART_OF = {"init": "init", "restore": "checkpoint", "compile": "compile", "save": "checkpoint", "end": "checkpoint"}
 _NUMBERS = {"steps": ("first", "last", "seconds", "data_seconds"), "start": ("step",)}
 _NUMBERS |= dict.fromkeys(_PART_OF, ("seconds",))
-_MOST = 1e30  # above all that is logged; more digits may not fit into a float
-_WRITE_SECONDS = 10.0  # at most this much is missing after a kill
+_MOST = 1e30  # larger than anything that is logged; larger integers may not fit into a float
+_WRITE_SECONDS = 10.0  # at most this much of the log is lost in a kill
 _IN_FLIGHT = 2  # steps dispatched but not finished: enough to keep devices busy, few enough to notice a preemption soon
 
 
@@ -49,7 +49,7 @@ class EventLog:
 
     def __init__(self, path: Path):
         self._file = AppendLog(path, keeps_trying=True) if jax.process_index() == 0 else None
-        self._epoch = time.time() - time.monotonic()  # once: a clock that is set meanwhile must not count as time spent
+        self._epoch = time.time() - time.monotonic()  # once, so that setting the clock does not count as time
 
     def write(self, event: str, ago: float = 0.0, **values: Any) -> None:
         """Adds an event that happened now or `ago` seconds ago."""
@@ -85,7 +85,7 @@ class StepClock:
         self._fetched = began, time.monotonic()
 
     def dispatched(self, outputs: Any) -> None:
-        """Records a dispatched step, whose outputs are ready when it is finished, and waits for the step two before."""
+        """Records a dispatched step, finished when its outputs are ready; waits until at most two are unfinished."""
         self._pending.append((*self._fetched, self._watcher.submit(when_ready, outputs)))
         self._collect(_IN_FLIGHT)
         if time.monotonic() - self._wrote_at > _WRITE_SECONDS:
@@ -114,13 +114,13 @@ class StepClock:
 
 
 def when_ready(outputs: Any) -> float:
-    """Waits for arrays; time.monotonic() when they are ready."""
+    """Waits for arrays and returns time.monotonic() when they are ready."""
     jax.block_until_ready(outputs)
     return time.monotonic()
 
 
 def process_age() -> float:
-    """Seconds since this process was started, imports included; 0 where the system does not tell."""
+    """Seconds since this process was started, imports included; 0 where the system does not report it."""
     stat = Path("/proc/self/stat")
     if not stat.exists():
         return 0.0
@@ -129,7 +129,7 @@ def process_age() -> float:
 
 
 def read_events(workdir: epath.PathLike) -> list[dict[str, Any]]:
-    """The valid events of a run; a line that was cut off, or stands there twice, does not count."""
+    """The valid events of a run, without truncated lines and repeated ones."""
 
     def is_valid(event: dict[str, Any]) -> bool:
         kind = event.get("event")
@@ -140,15 +140,15 @@ def read_events(workdir: epath.PathLike) -> list[dict[str, Any]]:
 
 
 def is_number(value: Any) -> bool:
-    """Whether a value that was read is a number that can be computed with."""
+    """Whether a value from a log is a finite number of reasonable size."""
     return isinstance(value, int | float) and not isinstance(value, bool) and -_MOST < value < _MOST
 
 
 def account(events: Iterable[dict[str, Any]]) -> dict[str, float]:
     """Seconds by PARTS, which add up to `total`; `goodput`: the share of `step`; and the number of `sessions`.
 
-    `other` is the remaining time of sessions; `down` is between sessions, with steps that were not logged before a
-    kill.
+    `other` is the remaining time of sessions; `down` is the time between sessions, including steps that a kill kept
+    from being logged.
     """
     sessions = []
     for event in events:
@@ -157,7 +157,7 @@ def account(events: Iterable[dict[str, Any]]) -> dict[str, float]:
         if sessions:  # events before the first start belong to a session whose start was cut off
             sessions[-1].append(event)
     spent = dict.fromkeys(PARTS, 0.0)
-    resumed_from = float("inf")  # by any later session: steps after it were repeated
+    resumed_from = float("inf")  # the first step of any later session: steps after it were repeated
     total = 0.0
     for index in reversed(range(len(sessions))):
         session = sessions[index]
@@ -174,7 +174,7 @@ def account(events: Iterable[dict[str, Any]]) -> dict[str, float]:
         spent["down"] += down
         total += down + max(0.0, session[-1]["time"] - session[0]["time"])
         resumed_from = min(resumed_from, session[0]["step"])
-    total = max(total, sum(spent.values()))  # less where the clock was set back
+    total = max(total, sum(spent.values()))  # the first is too small if the clock was set back
     spent["other"] = total - sum(spent.values())
     return {**spent, "total": total, "goodput": spent["step"] / total if total else 0.0, "sessions": len(sessions)}
 

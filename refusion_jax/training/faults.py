@@ -1,7 +1,7 @@
-"""Faults for a training run, done to real processes and real files: what `drill` throws at a run.
+"""Faults that `drill` injects into a training run, on real processes and real files.
 
-Each fault waits for its moment, strikes, and returns what is to be said of it; it raises UnexpectedError where the
-run did not behave as it must. Whether the outcome is right is judged at the end, by comparing with the fault-free run.
+Each fault waits for its moment, strikes, and returns a line that describes it; it raises UnexpectedError if the run
+misbehaves. Whether the outcome is right is judged at the end, by comparison with the fault-free run.
 """
 
 import contextlib
@@ -26,12 +26,12 @@ from refusion_jax.distributed.preemption import EXIT_CODE
 from refusion_jax.training.metrics import FILE as METRICS
 
 _POLL_SECONDS = 0.005
-_TAIL_BYTES = 4096  # of a log: some records
+_TAIL_BYTES = 4096  # read from the end of a log: enough for some records
 _PATIENCE_SECONDS = 600.0
 
 
 class UnexpectedError(Exception):
-    """A run that did not do what it promises."""
+    """The run did not do what it promises."""
 
 
 class RunUnderTest:
@@ -73,12 +73,12 @@ class RunUnderTest:
         return self._log.read_bytes()[self._heard_from :].decode(errors="replace")
 
     def check(self, is_right: bool, what: str) -> None:
-        """Raises UnexpectedError, with the end of what its processes have said, unless it is as it must be."""
+        """Raises UnexpectedError, with the end of what its processes have printed, unless `is_right`."""
         if not is_right:
             raise UnexpectedError(f"{what}:\n{self.heard()[-4000:]}")
 
     def step(self) -> int:
-        """The step it has reached, by the last record of its metrics; it is asked for hundreds of times a second."""
+        """The step it has reached, from the end of its metrics; polled hundreds of times per second."""
         with contextlib.suppress(FileNotFoundError), (self.workdir / METRICS).open("rb") as file:
             file.seek(max(0, file.seek(0, os.SEEK_END) - _TAIL_BYTES))
             return max((record["step"] for record in parse_log(file.read())), default=0)
@@ -88,13 +88,13 @@ class RunUnderTest:
         return bool(self.processes) and all(process.poll() is None for process in self.processes)
 
     def pids(self) -> list[int]:
-        """Its processes and their children: one of several hosts trains in a child, see `distributed.processes`."""
+        """Its processes and their children: with several hosts each trains in a child, see `distributed.processes`."""
         own = [process.pid for process in self.processes]
         children = (Path(f"/proc/{pid}/task/{pid}/children").read_text() for pid in own)
         return own + [int(pid) for pid in " ".join(children).split()]
 
     def until(self, happened: Callable[[], Any]) -> bool:
-        """Waits for something; False where the run ends before."""
+        """Waits until `happened()`; False if the run ends first."""
         deadline = time.monotonic() + _PATIENCE_SECONDS
         while not happened():
             if not self.is_running():
@@ -104,7 +104,7 @@ class RunUnderTest:
         return True
 
     def wait(self) -> set[int]:
-        """Waits for its processes: their exit codes."""
+        """Waits for its processes and returns their exit codes."""
         codes = {process.wait(_PATIENCE_SECONDS) for process in self.processes}
         self.processes = []
         return codes
@@ -137,9 +137,9 @@ def term(run: RunUnderTest, chance: random.Random) -> str:
 
 
 def kill_in_save(run: RunUnderTest, chance: random.Random) -> str:
-    """SIGKILL while a checkpoint is being written; a whole one must be there then, if there was one before."""
+    """SIGKILL while a checkpoint is being written; a run that had a whole checkpoint must still have one."""
     whole = run.whole()
-    damaged = set(saved_steps(run.workdir)) - set(whole)  # by faults before; the run has not passed them yet
+    damaged = set(saved_steps(run.workdir)) - set(whole)  # by earlier faults; not replaced yet
     if run.until(lambda: list(run.checkpoints.glob(f"*{TEMPORARY}*"))):
         time.sleep(chance.random() * 0.03)
     run.kill()
@@ -159,9 +159,9 @@ def kill_host(run: RunUnderTest, chance: random.Random) -> str:
 
 
 def full_disk(run: RunUnderTest, chance: random.Random) -> str:
-    """Files can grow no more for a while (by a limit on the process); the run goes on, or stops with one line."""
+    """Files cannot grow for a while (by a limit on the process); the run continues, or stops with one line."""
     pids, said = run.pids(), "could not be written"
-    before = run.heard().count(said)  # by a full disk before this one
+    before = run.heard().count(said)  # from earlier faults of this kind
     for pid in pids:
         resource.prlimit(pid, resource.RLIMIT_FSIZE, (1, resource.RLIM_INFINITY))
     run.until(lambda: run.heard().count(said) > before)
@@ -176,14 +176,14 @@ def full_disk(run: RunUnderTest, chance: random.Random) -> str:
 
 
 def _damage(strike: Callable[[Path, random.Random], str], run: RunUnderTest, chance: random.Random) -> str:
-    """Stops the run, damages a file of its newest checkpoint, and sees whether the next start notices."""
+    """Stops the run, damages a file of its newest checkpoint, and checks that the next start notices."""
     run.until(lambda: len(saved_steps(run.workdir)) > 1)
     run.kill()
     if not (steps := saved_steps(run.workdir)):
         return "nothing was saved yet"
     newest = run.checkpoints / str(steps[-1])
     files = [newest / name for name in checksums.listed(newest)] + list(newest.glob(f"{checksums.PREFIX}*"))
-    there = (path for path in files if path.is_file() and path.stat().st_size)  # a fault before may have deleted one
+    there = (path for path in files if path.is_file() and path.stat().st_size)  # an earlier fault may have deleted one
     path = chance.choice(sorted(there))
     content = path.read_bytes()
     what = f"{strike(path, chance)} {path.relative_to(run.checkpoints)}"
@@ -214,7 +214,7 @@ def _truncate(path: Path, chance: random.Random) -> str:
 
 
 def _delete(path: Path, chance: random.Random) -> str:
-    if path.name.startswith(checksums.PREFIX):  # a checkpoint without its list counts as an older one
+    if path.name.startswith(checksums.PREFIX):  # without them it would count as one of an older version
         os.truncate(path, 0)
         return "all of"
     path.unlink()

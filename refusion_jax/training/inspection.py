@@ -1,4 +1,4 @@
-"""Shows a row as it is trained on, for any system, at a terminal or as a page: documents, their corruption, labels."""
+"""Shows a training row of any system, in a terminal or as a page: its documents, their corruption, their labels."""
 
 import itertools
 import json
@@ -31,16 +31,16 @@ _COLORS = {"prompt": "dim", "clean": "green", "masked": "red"}
 
 
 class ShownDocument(NamedTuple):
-    """A document of a row, and where a batch has it."""
+    """A document of a row, and its places in the batch."""
 
     text: np.ndarray  # its places in the row
-    prompt: int  # tokens, the first ones
-    given: np.ndarray  # its places in the batch; none where the system leaves it out
-    kinds: np.ndarray  # "prompt", "clean" or "masked", of each of `given`
+    prompt: int  # number of prompt tokens, which come first
+    given: np.ndarray  # its places in the batch; empty where the system leaves it out
+    kinds: np.ndarray  # "prompt", "clean" or "masked", for each of `given`
 
 
 def training_batch(config: ml_collections.ConfigDict, workdir: epath.PathLike | None, step: int) -> tuple:
-    """(tokenizer, rows, batch) of step `step` + 1 of `train`, for the global batch; None: of a run that begins."""
+    """(tokenizer, rows, global batch) that `train` uses at step `step` + 1; with workdir None, those of a new run."""
     own = find_own_tokenizer(epath.Path(config.init_from)) if config.init_from else None
     tokenizer, data = load_dataset(config, workdir, own)
     steps = {"batch_size": config.batch_size, "seed": config.seed, "first_step": step, "last_step": step + 1}
@@ -56,7 +56,7 @@ def corrupted(config: ml_collections.ConfigDict, tokenizer: Tokenizer, rows: Row
 
 
 def documents_of(rows: Rows, batch: Batch, mask_id: int) -> list[ShownDocument]:
-    """The documents of one row, of numpy arrays [T]."""
+    """The documents of one row, given as numpy arrays [T]."""
     found = []
     for document in range(1, int(rows.segment_ids.max()) + 1):
         text = np.flatnonzero(rows.segment_ids == document)
@@ -69,7 +69,7 @@ def documents_of(rows: Rows, batch: Batch, mask_id: int) -> list[ShownDocument]:
 
 
 def show_row(console: Console, tokenizer: Tokenizer, rows: Rows, batch: Batch, place: int, labels: bool) -> None:
-    """Prints the row at index `place` of [B, T], and of the batch made of them; with `labels` a line for each label."""
+    """Prints row `place` of `rows` [B, T] and of the batch made from them; with `labels`, one line per label."""
     rows, batch = jax.tree.map(lambda x: np.asarray(x)[place], (rows, batch))
     documents = documents_of(rows, batch, tokenizer.mask_id)
     for number, (text, prompt, given, kinds) in enumerate(documents, 1):
@@ -92,7 +92,7 @@ def show_row(console: Console, tokenizer: Tokenizer, rows: Rows, batch: Batch, p
 
 
 def _spans(tokenizer: Tokenizer, tokens: np.ndarray, kinds: np.ndarray, positions: np.ndarray) -> Text:
-    """The tokens as colored text; runs of one kind that follow each other in the text are decoded together."""
+    """The tokens as colored text; neighbors in the text that are of one kind are decoded together."""
     text, begin = Text(), 0
     for end in range(1, len(tokens) + 1):
         if end < len(tokens) and kinds[end] == kinds[begin] and positions[end] == positions[end - 1] + 1:
@@ -124,7 +124,7 @@ def _label_table(tokenizer, batch: Batch, given: np.ndarray, kinds: np.ndarray) 
 
 
 def row_page(title: str, tokenizer: Tokenizer, rows: Rows, batch: Batch, place: int) -> str:
-    """The page of the row at index `place` of [B, T], and of the batch made of them, as HTML."""
+    """The HTML page of row `place` of `rows` [B, T] and of the batch made from them."""
     rows, batch = jax.tree.map(lambda x: np.asarray(x)[place], (rows, batch))
     seen, has_label = batch.visibility, np.any([weight != 0 for weight in batch.weights.values()], axis=0)
     kinds = np.where(seen.segment_ids > 0, "clean", "padding")
@@ -151,18 +151,18 @@ def row_page(title: str, tokenizer: Tokenizer, rows: Rows, batch: Batch, place: 
 
 
 def _text(tokenizer: Tokenizer, token: int) -> str:
-    """The text of a token, or its name where that is empty or a part of a character."""
+    """The text of a token, or its name if the text is empty or only part of a character."""
     text = visible_text(tokenizer, np.array([token]))
     return text if text.strip(" \ufffd") else tokenizer.name_of(token)
 
 
 def _rounded(x: np.ndarray) -> list[float]:
-    """[T] in as few digits as tell the values apart for a reader."""
+    """[T] rounded to five significant digits, for a small page."""
     return [float(f"{value:.5g}") for value in x.tolist()]
 
 
 def verify(path: str) -> int:
-    """Refuses prepared data of which a file or row has another checksum; the number of rows."""
+    """Verifies the checksums of prepared data, its files and rows; returns the number of rows."""
     rows = PreparedRows(path)
     for shard in rows.manifest.shards:
         if file_checksum(epath.Path(path) / shard.file) != shard.checksum:

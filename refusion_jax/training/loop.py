@@ -21,7 +21,7 @@ class Now:
 
     step: int
     state: TrainState
-    metrics: dict[str, Any]  # of the step, arrays that may still be computed
+    metrics: dict[str, Any]  # of the step; the devices may still be computing them
     is_end: bool  # whether this is the last step of the run
     is_preempted: bool  # whether the process has to leave after this step
     evaluated: dict[str, Any] = dataclasses.field(default_factory=dict)  # what hooks have measured
@@ -33,7 +33,7 @@ class Now:
 
 
 class RollBack(Exception):  # noqa: N818  a decision, not a fault
-    """Raised by a hook: training has failed at a step, and goes on from the newest checkpoint."""
+    """Raised by a hook: training has failed at a step, and continues from the newest checkpoint."""
 
     def __init__(self, step: int, why: str):
         super().__init__(why)
@@ -42,7 +42,7 @@ class RollBack(Exception):  # noqa: N818  a decision, not a fault
 
 @dataclasses.dataclass
 class Run:
-    """All that is made once, however often the run is rolled back."""
+    """Everything that is created once, however often the run is rolled back."""
 
     config: ml_collections.ConfigDict
     workdir: epath.Path
@@ -54,12 +54,12 @@ class Run:
     held_out: Callable | None  # from make_held_out
     tasks: Callable | None  # a TaskScores
     preemption: Preemption
-    changed: list[str]  # of the config since the session before, see `check_same_run`
+    changed: list[str]  # config keys that differ from the previous session's, see `check_same_run`
     may_change_data: bool = False
-    initial_weights: dict | None = None  # those that the run was given, until they are used
-    check_lock: Callable[[], None] = lambda: None  # UserError where somebody else has taken the directory over
+    initial_weights: dict | None = None  # the weights to start from, until they are used
+    check_lock: Callable[[], None] = lambda: None  # UserError if another process has taken over the directory
     compiled_step: Callable | None = None
-    failure: RollBack | None = None  # why the session before was rolled back
+    failure: RollBack | None = None  # why the previous session was rolled back
 
 
 class Hooks:
@@ -69,7 +69,7 @@ class Hooks:
         self._hooks: list[tuple[int, Callable[[Now], None], bool]] = []
 
     def every(self, steps: int, hook: Callable[[Now], None], when_preempted: bool = False) -> None:
-        """Calls a hook every so many steps, after the run's last and, if asked, before a preempted process leaves."""
+        """Calls a hook every `steps` steps, after the last one and, if asked, before a preempted process exits."""
         self._hooks.append((steps, hook, when_preempted))
 
     def __call__(self, now: Now) -> None:

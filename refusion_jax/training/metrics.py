@@ -27,13 +27,13 @@ _NOT_LOGGED = ("in_a_row", "finite", "invalid_ids")  # for internal use
 class MetricsWriter:
     """Writes the metrics of logged steps. A resumed run continues the files as if it had never stopped.
 
-    Rates are between logged steps. `seconds` counts the time of training, over all sessions of the run.
+    Rates are averages between logged steps. `seconds` is the training time so far, over all sessions of the run.
     """
 
     def __init__(self, run: Run, logs: LogDirectory, first_step: int, tokens: int):
         """Opens the files, and drops records after the checkpoint from which the run resumes.
 
-        `first_step` steps were taken and `tokens` trained on so far; the MFU is that of model FLOPs on all devices.
+        `first_step` steps were taken and `tokens` tokens seen so far; the MFU counts model FLOPs over all devices.
         """
         config, kept = run.config, read_metrics(run.workdir, up_to=first_step)
         peak = peak_flops(run.mesh.devices.flat[0].device_kind)
@@ -61,7 +61,7 @@ class MetricsWriter:
         self._kept = step, metrics
 
     def flush(self) -> None:
-        """Waits for what `later` has kept, if anything, and writes its record: null for numbers that are not finite."""
+        """Waits for the metrics kept by `later`, if any, and writes their record, with null for non-finite numbers."""
         if not self._kept:
             return
         (step, metrics), self._kept = self._kept, None
@@ -85,7 +85,7 @@ class MetricsWriter:
             self._write(record)
 
     def show(self, step: int, samples: list[dict[str, Any]]) -> None:
-        """Writes answers to tasks, as of `TaskScores`."""
+        """Writes answers to tasks, in the form `TaskScores` returns."""
         for sample in samples if self._is_writer else ():
             self._samples.append({"step": step} | sample)
             parts = {name.capitalize(): sample[name] for name in ("asked", "answered", "right")}
@@ -121,18 +121,18 @@ class MetricsWriter:
 
 
 def read_metrics(workdir: epath.Path, up_to: float = float("inf")) -> list[dict]:
-    """The records of a run in the order of steps, up to one step; invalid lines are skipped."""
+    """The records of a run up to a step, in the order of steps; invalid lines are skipped."""
     records = {record["step"]: record for record in _up_to(workdir / FILE, up_to)}
     return [records[step] for step in sorted(records)]
 
 
 def _up_to(path: epath.Path, step: float) -> list[dict]:
-    """The records of a log that are of steps up to this one."""
+    """The records of a log up to a step."""
     return [record for record in read_log(path) if isinstance(record.get("step"), int) and record["step"] <= step]
 
 
 def _reopened(path: epath.PathLike, records: list[dict]) -> AppendLog:
-    """A log that holds these records, to append to."""
+    """Rewrites a log with these records, and opens it for appending."""
     write_file(path, "".join(json.dumps(record) + "\n" for record in records))
     return AppendLog(path, keeps_trying=True)
 

@@ -47,14 +47,14 @@ def make_optimizer(
         )
     else:
         direction = optax.contrib.muon(
-            -1.0,  # as it would be scaled by
+            -1.0,  # in place of a learning rate, whose negative it multiplies by; the schedule follows below
             mu_dtype=dtype,
             adam_b1=config.beta1,
             adam_b2=config.beta2,
             muon_weight_dimension_numbers=_map_axes(_as_matrix, axes),
             consistent_rms=0.2,
         )
-        # Its own weight decay knows no mask for the weights that use AdamW.
+        # optax.contrib.muon has no mask for the weight decay of weights that use AdamW.
         decayed = optax.add_decayed_weights(decay, is_matrix)
         update = optax.chain(direction, decayed, optax.scale_by_learning_rate(schedule))
     return optax.chain(optax.clip_by_global_norm(config.clip_norm), update)
@@ -65,7 +65,7 @@ def _map_axes(function: Callable, axes: dict) -> dict:
 
 
 def _as_matrix(names: tuple[str, ...]) -> optax.contrib.MuonDimensionNumbers | None:
-    """Input and output axes of a stacked layer weight; None for weights that are no matrix of a layer."""
+    """Input and output axes of a stacked layer weight; None for weights that are not matrices of layers."""
     embed = next((i for i, name in enumerate(names) if name in ("embed", "expert_embed")), None)
     if names[0] != "layers" or embed is None:
         return None

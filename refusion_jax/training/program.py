@@ -33,21 +33,21 @@ class Program:
     """The program that `train` runs and `plan` compiles."""
 
     step: Callable  # jitted: (TrainState, Rows) -> (TrainState, metrics); the state is donated
-    initial_state: Callable[..., TrainState]  # jitted: of step 0, from all weights, which are donated, or random ones
-    rows: Rows  # of a batch: jax.ShapeDtypeStruct of every array, with its sharding
-    target: TrainState  # the same of the state
-    base: dict  # the same of the weights to start from
+    initial_state: Callable[..., TrainState]  # jitted: the state of step 0, from all weights (donated) or random ones
+    rows: Rows  # a batch, with a jax.ShapeDtypeStruct and its sharding for every array
+    target: TrainState  # the same for the state
+    base: dict  # the same for the weights to start from
     lora: Lora | None
     graphdef: nnx.GraphDef  # of the transformer
     objective: Objective
-    flops_per_row: float  # of forward and backward, and of the forward pass of a model that is read
+    flops_per_row: float  # forward and backward, and the forward pass of a model that is read
 
     def compiled_step(self, state: TrainState) -> jax.stages.Compiled:
-        """The step, compiled for a state: its arrays, or their shapes and shardings."""
+        """The step, compiled for a state, given as arrays or as their shapes and shardings."""
         return self.step.lower(state, self.rows).compile()
 
     def given_weights(self, init_from: epath.PathLike | None) -> dict[str, Any] | None:
-        """The weights of a model to start from, and of one that the trained one reads; None: there are none."""
+        """The weights of a model to start from, and of one that the trained one reads; None if there are neither."""
         given = load_params(epath.Path(init_from), self.base) if init_from else {}
         if self.objective.reads:
             given["reads"] = load_params(epath.Path(self.objective.reads), self.target.frozen["reads"])
@@ -55,7 +55,7 @@ class Program:
 
 
 def split(weights: dict[str, Any], lora: Lora | None) -> tuple[dict[str, Any], dict[str, Any]]:
-    """(those that are trained, the frozen ones) of weights, those of a model that is read among the latter."""
+    """(trained weights, frozen ones); the latter include those of a model that the trained one reads."""
     own = {name: value for name, value in weights.items() if name != "reads"}
     trained, frozen = lora.split(own) if lora else (own, {})
     return trained, frozen | {name: weights[name] for name in weights.keys() - own.keys()}

@@ -2,7 +2,7 @@
 
 DIR/left_out.json lists windows [first, last) of steps: after the checkpoint of step `first` training failed at step
 `last`. All later rows move up by the length of each window, so the rows of a step are a function of the step and of
-this list. A killed run therefore resumes with the same rows, also from an older checkpoint, and no row is trained on
+this list. A killed run therefore resumes with the same rows, even from an older checkpoint, and no row is trained on
 twice.
 """
 
@@ -22,7 +22,7 @@ from refusion_jax.distributed.storage import write_file
 from refusion_jax.training.loop import Now, RollBack
 
 FILE = "left_out.json"
-_LATE = 2  # steps; the loop does not wait for the newest two anyway
+_LATE = 2  # steps by which checks lag: the loop does not wait for the newest two anyway
 
 
 class SkippedBatches:
@@ -38,13 +38,13 @@ class SkippedBatches:
                 raise UserError(f"{self._path} cannot be read: windows must be [first, last], first < last")
 
     def batch_of(self, step: int) -> int:
-        """The batch of the data that follows a number of steps."""
+        """The index of the batch that comes after so many steps."""
         return step + sum(last - first for first, last in self.windows if first <= step)
 
     def add(self, first: int, failure: RollBack, most: int) -> None:
         """Leaves out the rows between the checkpoint of step `first` and the step at which training failed.
 
-        UserError, with the diagnosis, where `most` roll-backs to this checkpoint did not help.
+        UserError, with the diagnosis, if `most` rollbacks to this checkpoint did not help.
         """
         if sum(start == first for start, _ in self.windows) >= most:
             raise UserError(
@@ -63,16 +63,16 @@ class Health:
     def __init__(self, skips: int):
         self._skips = skips
         self._pending: collections.deque[tuple[int, dict[str, jax.Array]]] = collections.deque()
-        self.is_in_doubt = False  # whether the newest step that was checked does not count
+        self.is_in_doubt = False  # whether the newest checked step was skipped
 
     def after_step(self, now: Now) -> None:
-        """A hook of every step; RollBack where too many steps in a row do not count, UserError where none could."""
+        """A hook for every step; RollBack if too many steps in a row were skipped, UserError for invalid token ids."""
         self._pending.append((now.step, now.metrics))
         if len(self._pending) > _LATE:
             self._check()
 
     def before_save(self, now: Now) -> None:
-        """Checks all steps so far, and that all weights and optimizer state are finite; RollBack where they are not."""
+        """Checks all steps so far, and that all weights and optimizer state are finite; RollBack if they are not."""
         while self._pending:
             self._check()
         sizes = jax.device_get(_sizes(now.state.params, now.state.opt_state))
@@ -99,7 +99,7 @@ class Health:
 
 
 def first_bad(metrics: dict[str, Any]) -> str:
-    """The first weight, gradient or update that is not finite, where --config.debug_nans looks for it."""
+    """The first weight, gradient or update that is not finite, if --config.debug_nans records it."""
     for kind, tree in metrics.get("finite", {}).items():
         if bad := [path for path, is_finite in jax.tree.leaves_with_path(tree) if not is_finite]:
             return f"; first not finite: {kind} {jax.tree_util.keystr(bad[0])}, of {len(bad)} such"

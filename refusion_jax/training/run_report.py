@@ -1,6 +1,6 @@
 """A page that shows runs: their metrics as charts, answers to tasks, where the time went, and how their configs differ.
 
-The page loads nothing, and its charts take the colours of the reader's theme. All that it shows is read from the
+The page loads nothing, and its charts take the colours of the reader's theme. Everything it shows is read from the
 directories of the runs, and escaped.
 """
 
@@ -33,10 +33,10 @@ BEGINNING = b"<!doctype html><!-- runs, by refusion_jax.report -->"  # of every 
 PAGES = jinja2.Environment(
     loader=jinja2.PackageLoader("refusion_jax.training", ""), autoescape=True, undefined=jinja2.StrictUndefined
 )
-MOST = 8  # runs of a page: more cannot be told apart by colour
-_POINTS = 300  # of a line; more become means, within a band from the least to the most
+MOST = 8  # runs per page: the colours of more could not be told apart
+_POINTS = 300  # per line; more are averaged, within a band from the lowest to the highest
 
-# By name; the page has others for its dark theme.
+# Colours by name; the dark theme of the page has others.
 _COLORS = dict(
     zip(
         ("ink", "pale", "line", *(f"c{i}" for i in range(MOST))),
@@ -44,7 +44,7 @@ _COLORS = dict(
         strict=True,
     )
 )
-_SECTIONS = (  # title, metrics, what is to be said of them
+_SECTIONS = (  # title, pattern of the names of its metrics, caption
     ("Loss", r"loss(_\w+)?", "Of training, and the parts that it is the weighted sum of."),
     ("Held-out loss", r"eval_(loss\w*|bits_per_byte)", "With the same noise in each step and run."),
     ("Tasks", r"(?!eval_(?:loss|bits_per_byte))eval_.+", "Scores, and how the answers were decoded."),
@@ -58,7 +58,7 @@ _SUMMARY = ("objective", "step", "tokens", "loss", "held-out loss", "tokens/s", 
 
 
 class ShownRun(NamedTuple):
-    """A run as its directory tells it."""
+    """What the directory of a run holds."""
 
     name: str  # its number on the page, and its directory
     color: str
@@ -83,17 +83,17 @@ class ChartLine(NamedTuple):
 
 @dataclasses.dataclass
 class Chart:
-    """Lines over the tokens trained on; `draw` adds what they look like."""
+    """Lines over the tokens trained on; `draw` adds the pictures."""
 
     title: str
     lines: list[ChartLine]
-    has_legend: bool  # of its own: colours are not those of the runs
+    has_legend: bool  # because its colours are not those of the runs
     svg: str = ""
     png: bytes = b""
 
 
 def read_run(number: int, workdir: str) -> ShownRun:
-    """Reads what is there of a run, which may still be going on; refuses a directory of which nothing can be shown."""
+    """Reads a run, which may still be in progress; refuses a directory that has nothing to show."""
     path = epath.Path(workdir)
     if not (path / "config.json").exists():
         raise UserError(f"--workdir={workdir}: holds no run (there is no config.json)")
@@ -105,7 +105,7 @@ def read_run(number: int, workdir: str) -> ShownRun:
 
 
 def sections(runs: Sequence[ShownRun]) -> list[tuple[str, str, list[Chart]]]:
-    """(title, what is to be said, charts) of each section for which there are any metrics."""
+    """(title, caption, charts) of each section that has metrics."""
     names = sorted({name for run in runs for record in run.records for name in record})
     grouped = {name: match for name in names if (match := _GROUP.fullmatch(name))}
     found = []
@@ -127,17 +127,17 @@ def _groups(runs: Sequence[ShownRun], names: dict[str, re.Match]) -> Iterator[Ch
 
 
 def _chart(title: str, lines: list[tuple], has_legend: bool = False) -> Chart:
-    title = title.encode(errors="replace").decode()  # JSON may hold half a character
+    title = title.encode(errors="replace").decode()  # JSON may hold lone surrogates
     return Chart(title, [ChartLine(*line) for line in lines if line[-1]], has_legend)
 
 
 def draw(chart: Chart) -> None:
-    """Draws a chart: as SVG for the page, which names the lines itself, and as PNG with their names."""
+    """Draws a chart: as SVG for the page, which has its own legends, and as PNG with title and legend."""
     import matplotlib
     from matplotlib.figure import Figure
     from matplotlib.ticker import EngFormatter
 
-    logging.getLogger("matplotlib").setLevel(logging.ERROR)  # it warns of fonts that are not there
+    logging.getLogger("matplotlib").setLevel(logging.ERROR)  # it warns of missing fonts
     pale, line = _COLORS["pale"], _COLORS["line"]
     rc = {"svg.fonttype": "none", "svg.hashsalt": "report", "text.parse_math": False, "font.size": 11}
     rc |= {"text.color": _COLORS["ink"], "axes.labelcolor": pale, "xtick.color": pale, "ytick.color": pale}
@@ -164,10 +164,10 @@ def draw(chart: Chart) -> None:
 
 
 def _inline(svg: str, title: str) -> str:
-    """An SVG of matplotlib's as a part of a page: with the page's colours, and as wide as there is room."""
+    """A matplotlib SVG, prepared for embedding: with the page's colours, and as wide as the page allows."""
     opening, _, rest = svg[svg.index("<svg") :].partition(">")
     rest = re.sub(r"<metadata>.*?</metadata>|<style.*?</style>", "", rest, flags=re.DOTALL)
-    rest = re.sub(r' id="[a-zA-Z0-9.]+_\d+"', "", rest)  # as in every other figure of the page
+    rest = re.sub(r' id="[a-zA-Z0-9.]+_\d+"', "", rest)  # every figure has the same ones
     for name, color in _COLORS.items():
         rest = rest.replace(color, f"var(--{name})")
     view_box = re.search(r'viewBox="[^"]*"', opening)[0]
@@ -175,7 +175,7 @@ def _inline(svg: str, title: str) -> str:
 
 
 def _summary(run: ShownRun) -> list[str]:
-    """The cells of a run in the table of all, by _SUMMARY: the last values, and the medians of rates."""
+    """The cells of a run in the summary table, by _SUMMARY: last values, and medians of rates."""
 
     def shown(name: str, form: str, of: Callable = lambda values: values[-1]) -> str:
         return format(of([y for _, y in found]), form) if (found := run.values(name)) else ""
@@ -204,7 +204,7 @@ def _goodput(run: ShownRun) -> tuple[str, str, list[tuple[str, float, str]]]:
 
 
 def _answers(runs: Sequence[ShownRun]) -> list[tuple]:
-    """(task, problem, asked, right, [(run, sample) of each run]), by the last answer of each."""
+    """(task, problem, asked, right, [(run, sample) of each run]), with the last answer of each run."""
     found: dict[tuple, list[tuple[ShownRun, dict]]] = {}
     for run in runs:
         for s in {(s["task"], s["problem"]): s for s in run.samples}.values():
@@ -213,12 +213,12 @@ def _answers(runs: Sequence[ShownRun]) -> list[tuple]:
 
 
 def played(runs: Sequence[ShownRun]) -> list[tuple[str, list[player.Scene]]]:
-    """The player's part of `_answers`: (task and problem, the decodings of the runs side by side)."""
+    """The scenes in `_answers`, for the player: (task and problem, the decodings of the runs side by side)."""
     found = []
     for task, problem, *_, given in _answers(runs):
         scenes = []
         for run, sample in given:
-            with contextlib.suppress(UserError):  # of another version
+            with contextlib.suppress(UserError):  # written by another version
                 scene = to_type(sample.get("scene"), player.Scene, "scene")
                 scenes.append(dataclasses.replace(scene, system=f"{run.name}, step {sample['step']}: {scene.system}"))
         if scenes:
@@ -227,7 +227,7 @@ def played(runs: Sequence[ShownRun]) -> list[tuple[str, list[player.Scene]]]:
 
 
 def _differences(runs: Sequence[ShownRun]) -> tuple[list[str], list[tuple[str, list[str]]]]:
-    """(head, rows) of the table of config keys that differ: between runs, or of a single one from the defaults."""
+    """(head, rows) of the table of config keys that differ: between runs, or between a single run and the defaults."""
     columns = {run.name: run.config for run in runs}
     if len(runs) == 1:
         columns["default"] = flatten(json.loads(default_config().to_json()))
@@ -237,7 +237,7 @@ def _differences(runs: Sequence[ShownRun]) -> tuple[list[str], list[tuple[str, l
 
 
 def page(runs: Sequence[ShownRun], shown: Sequence[tuple[str, str, list[Chart]]]) -> str:
-    """The page, as HTML, of runs and of sections whose charts are drawn."""
+    """The HTML page of runs, with sections whose charts have been drawn."""
     return PAGES.get_template("run_report.html").render(
         runs=[(run, _summary(run)) for run in runs],
         summary=_SUMMARY,

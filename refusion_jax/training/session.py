@@ -31,7 +31,7 @@ class Session:
     def __init__(self, run: Run, start_over: bool):
         """Reads the newest whole checkpoint, or begins at step 0 where none can be read and `start_over` is true.
 
-        From here on the directory is written to. UserError where the run cannot go on.
+        Writes to the directory from here on. UserError if the run cannot continue.
         """
         self._run, config = run, run.config
         self._began = time.monotonic()
@@ -57,7 +57,7 @@ class Session:
 
     @contextlib.contextmanager
     def opened(self) -> Iterator[None]:
-        """Opens the logs, and compiles the step (from the cache, where a session before has compiled it)."""
+        """Opens the logs, and compiles the step (or takes it from the cache, if an earlier session has compiled it)."""
         run, config, workdir = self._run, self._run.config, self._run.workdir
         with contextlib.ExitStack() as stack:
             stack.enter_context(self.checkpoints)
@@ -93,7 +93,7 @@ class Session:
             yield
 
     def next_row(self, step: int) -> int:
-        """How many rows of the data a step and those before it have used, skipped ones included."""
+        """The number of rows used by all steps up to this one, including skipped rows."""
         return self.skipped.batch_of(step) * self._run.config.batch_size
 
     def batches(self) -> Iterator[Rows]:
@@ -109,7 +109,7 @@ class Session:
         )
 
     def hooks(self) -> Hooks:
-        """What is done after steps. Metrics are fetched after the next step is dispatched: no device ever waits."""
+        """What runs after steps. Metrics are fetched after the next step is dispatched, so that devices never wait."""
         config, hooks = self._run.config, Hooks()
         if self._run.held_out:
             hooks.every(config.eval.every, self._evaluate)
@@ -134,7 +134,7 @@ class Session:
             try:
                 scores, samples = self._run.tasks(now.state.weights, alive)
             except PreemptionRequested:
-                now.is_preempted = True  # another step would take from the time there is to save
+                now.is_preempted = True  # another step would cut into the time left for saving
                 return
             now.evaluated |= scores
             self.metrics.show(now.step, samples)
@@ -149,7 +149,7 @@ class Session:
         if self._health.is_in_doubt and not now.is_last:
             return
         self._run.check_lock()
-        self.metrics.flush()  # or the record of this step would be lost with the process, and contain the save
+        self.metrics.flush()  # otherwise a kill would lose this step's record, and its rates would include the save
         with self.pause("save", step=now.step), self.watchdog.paused():
             data = self._data | {"next_row": self.next_row(now.step)}
             self.checkpoints.save(now.step, now.state, data, now.is_last)
@@ -167,6 +167,6 @@ class Session:
 
 
 def _initial_weights(run: Run) -> dict | None:
-    """The weights that the run was given, see `Program.given_weights`; None: random ones."""
+    """The weights to start from, see `Program.given_weights`; None: random ones. The run no longer holds them."""
     weights, run.initial_weights = run.initial_weights, None
     return weights or run.program.given_weights(run.config.init_from)

@@ -30,7 +30,7 @@ class TaskScores:
     """The tasks of a run and their decode settings."""
 
     def __init__(self, config: ml_collections.ConfigDict, tokenizer: Tokenizer, program: Program):
-        """Loads the tasks; refuses those that are unknown or cannot be served, or that hosts do not share."""
+        """Loads the tasks; refuses tasks that are unknown, cannot be decoded, or differ between hosts."""
         e = config.eval
         self._tokenizer, self._graphdef = tokenizer, program.graphdef
         self._method, self._settings = read_decode(config)
@@ -46,13 +46,13 @@ class TaskScores:
         self.check(program.target.weights)
 
     def check(self, params: dict) -> None:
-        """Refuses requests that weights, or their shapes and shardings, cannot serve in free memory."""
+        """Refuses requests that do not fit into the memory next to weights, given as arrays or shapes."""
         with naming(f"--config.eval.tasks={','.join(self._plan.tasks)}"):
             asked = benchmark.check_requests(self._model(params), self._plan, self._tasks)
         check_same("what --config.eval.tasks asks", asked)
 
     def __call__(self, params: dict, alive: Callable[[], None]) -> tuple[dict[str, float], list[dict[str, Any]]]:
-        """(`scores_of`, `samples_of`) of answers; `alive` is called after each, and ends it by what it raises."""
+        """(`scores_of`, `samples_of`) of answers; `alive` is called after each, and can stop it by raising."""
         with naming(f"--config.eval.tasks={','.join(self._plan.tasks)}"):
             results = benchmark.run_tasks(self._model(params, alive), self._plan, self._tasks)
         return scores_of(results), samples_of(results)
@@ -72,7 +72,7 @@ def for_decoding(params: dict) -> dict:
     mesh = jax.tree.leaves(params)[0].sharding.mesh
     if mesh.shape["sequence"] == 1:
         return params
-    grid = np.moveaxis(mesh.devices, MESH_AXES.index("sequence"), 2)  # next to `data`, which takes it in
+    grid = np.moveaxis(mesh.devices, MESH_AXES.index("sequence"), 2)  # next to `data`, to merge them
     sizes = mesh.shape | {"data": mesh.shape["data"] * mesh.shape["sequence"], "sequence": 1}
     grid = grid.reshape([sizes[axis] for axis in MESH_AXES])
     other = jax.sharding.Mesh(grid, MESH_AXES, axis_types=mesh.axis_types)
@@ -102,13 +102,13 @@ def scores_of(results: dict[str, Any]) -> dict[str, float]:
 
 
 def samples_of(results: dict[str, Any]) -> list[dict[str, Any]]:
-    """The first answers of each task that generates any: task, problem (number), asked, answered, right, scene.
+    """The first answers of each task that generates text: task, problem (number), asked, answered, right, scene.
 
-    The scene is what a page plays, see decoding/player.py.
+    A page can play the scene, see decoding/player.py.
     """
     found = []
     for task in results["decoding"]["tasks"]:
-        samples = {sample["doc_id"]: sample for sample in results["samples"][task]}  # one of several filters
+        samples = {sample["doc_id"]: sample for sample in results["samples"][task]}  # one per problem, not per filter
         for problem, sample in sorted(samples.items())[:_SAMPLES]:
             texts = {"asked": sample["arguments"][0][0], "answered": sample["resps"][0][0], "right": sample["target"]}
             texts = {name: str(text) for name, text in texts.items()}

@@ -1,6 +1,6 @@
 """Trackers show the metrics of a run: TensorBoard, Weights & Biases (wandb), trackio.
 
-Each is on a thread of its own. The run waits for it at the end of a session alone, and not for long: a tracker that is
+Each has its own thread. The run waits for it only at the end of a session, and not for long: a tracker that is
 offline, hangs or fails costs one warning. A session that resumes a run continues the same run of the tracker.
 """
 
@@ -30,18 +30,18 @@ from refusion_jax.cli.errors import SettingError, first_line
 from refusion_jax.distributed.json_files import read_json
 from refusion_jax.distributed.storage import absolute, write_file
 
-FILE = "tracker.json"  # in the directory of a run: what wandb and trackio know it by
-_PROJECT = "refusion_jax"  # where the environment names no other
-_MOST = 1000  # calls that wait for a tracker; it misses those that come while there are as many
-_FINISH_SECONDS = 30.0  # that the end of a session waits for its trackers, all together
-_LIBRARY_SECONDS = 25.0  # that a library waits for its server: it is asked again as the process exits
+FILE = "tracker.json"  # in the directory of a run: its id in wandb and trackio
+_PROJECT = "refusion_jax"  # unless the environment names another
+_MOST = 1000  # queued calls of a tracker; while the queue is full, further ones are dropped
+_FINISH_SECONDS = 30.0  # how long the end of a session waits for all its trackers together
+_LIBRARY_SECONDS = 25.0  # how long a library waits for its server; libraries wait again when the process exits
 
 
 class Tracker(Protocol):
-    """Shows the metrics of a run. Its methods may take as long as they like, and raise what they like."""
+    """Shows the metrics of a run. Its methods may block, and may raise anything."""
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
-        """Adds one point to the curve of each metric. Steps may come again, in a session that resumes before them."""
+        """Adds one point to the curve of each metric. Steps may repeat, if a session resumes before them."""
 
     def text(self, step: int, title: str, markdown: str) -> None:
         """Shows a text."""
@@ -56,7 +56,7 @@ class TrackedSession:
 
     config: ml_collections.ConfigDict
     name: str  # of the run, for people
-    id: str  # of the run, for trackers: the same in all its sessions, and no other run's
+    id: str  # of the run, for trackers: unique, and the same in all its sessions
     logs: Path  # local directory of files
     first_step: int  # steps of the run before this session
 
@@ -83,7 +83,7 @@ class Trackers:
             tracker.call(lambda it: it.text(step, title, markdown))
 
     def finish(self) -> None:
-        """Asks all to send what is left, and waits for them, but no longer than _FINISH_SECONDS."""
+        """Asks all trackers to send what is left, and waits for them for up to _FINISH_SECONDS."""
         deadline = time.monotonic() + _FINISH_SECONDS
         for tracker in self._all:
             tracker.end()
@@ -126,7 +126,7 @@ def as_markdown(parts: dict[str, str]) -> str:
 
 
 class _OnThread:
-    """A tracker on a thread of its own: its callers never wait for it, and see nothing of what it raises."""
+    """A tracker on its own thread: callers never wait for it, and never see its exceptions."""
 
     def __init__(self, name: str, begin: Callable[[], Tracker]):
         self._name, self._warned = name, False
@@ -153,7 +153,7 @@ class _OnThread:
     def _work(self, begin: Callable[[], Tracker]) -> None:
         try:
             tracker = begin()
-        except BaseException as error:  # noqa: BLE001  each library has errors of its own, and some exit
+        except BaseException as error:  # noqa: BLE001  libraries raise errors of many kinds, and some exit
             self._warn(f"cannot begin: {type(error).__name__}: {first_line(error)}")
             return
         for call in iter(self._calls.get, None):
@@ -163,14 +163,14 @@ class _OnThread:
                 self._warn(f"fails, and may miss records: {type(error).__name__}: {first_line(error)}")
 
     def _warn(self, what: str) -> None:
-        """Says it, unless something was said of this tracker before."""
+        """Prints a warning, but only the first one of this tracker."""
         if not self._warned:
             logging.warning("--config.tracker: %s %s; training goes on", self._name, what)
         self._warned = True
 
 
 class TensorBoard:
-    """Files in DIR/tensorboard; where they cannot be written, what comes later goes into another one."""
+    """Files in DIR/tensorboard; after a failed write, later records go into a new file."""
 
     def __init__(self, session: TrackedSession):
         self._directory, self._first_step, self._files = session.logs / "tensorboard", session.first_step + 1, 0
@@ -191,7 +191,7 @@ class TensorBoard:
             self._writer = self._writer or self._open()
             summary = summary_pb2.Summary(value=values)
             self._writer.write_event(event_pb2.Event(wall_time=time.time(), step=step, summary=summary))
-            self._writer.flush()  # a kill would take what Python holds back
+            self._writer.flush()  # a kill would lose what Python has buffered
         except OSError:
             self._writer = None
             raise
@@ -207,9 +207,9 @@ class TensorBoard:
 
 
 class WeightsAndBiases:
-    """A run of wandb, with files in DIR/wandb; its environment variables (WANDB_MODE, WANDB_PROJECT ...) hold.
+    """A run of wandb, with files in DIR/wandb; its environment variables (WANDB_MODE, WANDB_PROJECT ...) apply.
 
-    The step is a metric of its own: wandb would drop records of a step that comes again.
+    The step is logged as a metric, because wandb drops records of a step that repeats.
     """
 
     def __init__(self, session: TrackedSession):
@@ -232,7 +232,7 @@ class WeightsAndBiases:
         self._run.log({"step": step, **metrics})
 
     def text(self, step: int, title: str, markdown: str) -> None:
-        """Adds a text, as it is written: wandb's Markdown is for reports alone."""
+        """Adds a text verbatim, as wandb renders Markdown only in reports."""
         self._run.log({"step": step, title: self._html(f"<pre>{html.escape(markdown)}</pre>")})
 
     def finish(self) -> None:

@@ -51,11 +51,11 @@ class Guard:
 
 @struct.dataclass
 class TrainState:
-    """All that a step changes and a checkpoint holds."""
+    """Everything that a step changes and a checkpoint holds."""
 
     step: Int32[Array, ""]  # steps taken
     tokens: UInt32[Array, "2"]  # high and low word of the number of real tokens so far (int32 would overflow at 2 G)
-    params: dict[str, Any]  # those that are trained: float32 master weights
+    params: dict[str, Any]  # the trained weights: float32 master weights
     opt_state: optax.OptState
     guard: Guard
     frozen: dict[str, Any] = dataclasses.field(default_factory=dict)  # the other weights; no checkpoint holds them
@@ -135,13 +135,13 @@ def make_train_step(
 ) -> Callable[[TrainState, Rows], tuple[TrainState, dict[str, Any]]]:
     """Builds the step.
 
-    A step whose loss or gradient is not finite, whose loss is a spike, or whose batch has what is no token, leaves
+    A step whose loss or gradient is not finite, whose loss is a spike, or whose batch has invalid token ids, leaves
     weights and optimizer as they are.
 
     Args:
       graphdef: of the transformer; the state carries its weights.
-      objective, optimizer, seed, schedule: of the run; the schedule is for the metrics alone.
-      accumulation: A; the step runs A forwards and backwards over B/A rows each.
+      objective, optimizer, seed, schedule: of the run; the schedule is only for the metrics.
+      accumulation: A; the step runs A forward and backward passes over B/A rows each.
       spike: a loss above this multiple of its running mean is a spike; 0: never.
       debug_nans: adds `finite` to the metrics, whether each weight, gradient and update is finite.
     """
@@ -158,7 +158,7 @@ def make_train_step(
         return loss, terms
 
     def expert_counts(weights, batch):
-        """Tokens of each expert in the whole batch, which the gradient of each part needs: one more forward pass."""
+        """Tokens per expert in the whole batch, which the gradient of each micro-batch needs; one more forward pass."""
         model = nnx.merge(graphdef, weights)
         if not (model.config.num_experts and model.config.router_aux_loss_coef):
             return None
@@ -192,7 +192,7 @@ def make_train_step(
             "loss": loss,
             **{f"loss_{name}": term for name, term in terms.items()},
             "grad_norm": optax.tree.norm(grads),
-            "learning_rate": schedule(state.step - state.guard.skipped),  # the optimizer counts the steps that count
+            "learning_rate": schedule(state.step - state.guard.skipped),  # the optimizer does not count skipped ones
             "tokens": add_wide(state.tokens, jnp.sum(rows.segment_ids > 0)),
             "invalid_ids": jnp.sum(is_invalid),
         }
