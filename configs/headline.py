@@ -1,13 +1,13 @@
 """The runs of `bench headline`: every system on the same rows, with the same transformer and optimizer.
 
 --config=configs/headline.py:tiny     a smoke test: a run takes a minute on two CPU cores, and learns little
---config=configs/headline.py:small    0.7 M parameters: 7 to 22 minutes on two CPU cores; `ar` is right in 75 %
+--config=configs/headline.py:small    0.7 M parameters: 7 to 22 minutes on two CPU cores; `ar` is right on 75 %
 --config=configs/headline.py:gpu      54 M parameters, for a GPU; not run yet
 --config=configs/headline.py:gpu_text the same on text, the source code of Python's standard library (3 M tokens, seen
                                       five times); not run yet
 
-`--config.objective` names the system. Difficulty and length are such that `ar` of `small` is right in 70 to 95 %,
-which tells systems apart. Results: refusion_jax/benchmarks/results/headline.md.
+`--config.objective` names the system. Difficulty and training length are chosen so that `ar` of `small` is right on 70
+to 95 % of the problems, which tells systems apart. Results: refusion_jax/benchmarks/results/headline.md.
 """
 
 from refusion_jax.config import default_config

@@ -4,7 +4,7 @@ Hardware: two virtual AMD EPYC cores. Time: 168 to 487 s for 2,400 steps (jax 0.
 problems solved, at 4.3 to 4.4 tokens per forward (refusion_jax/benchmarks/results/quickstart.md).
 
 --config=configs/quickstart.py            slot diffusion
---config=configs/quickstart.py:llada      another system, by its name, with keys that suit answers of 25 tokens
+--config=configs/quickstart.py:llada      another system, by name, with keys that suit answers of 25 tokens
 """
 
 from refusion_jax.config import default_config

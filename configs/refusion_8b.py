@@ -1,12 +1,12 @@
-"""Adapts Qwen3 to ReFusion on query/response data, by the recipe of its authors (arXiv 2512.13586).
+"""Adapts Qwen3 to ReFusion on query/response data, with the recipe of ReFusion's authors (arXiv 2512.13586).
 
 --config=configs/refusion_8b.py:0.6b              or 1.7b, 4b, 8b, 14b, 32b
 --config=configs/refusion_8b.py:8b,v6e:8x8        the fastest settings for one slice, by `plan`; or 8b,v6e-64
 
-A step is 128 rows of 4,096 tokens, a run 20,000 steps. None has been trained; `plan` estimates a step of 8B, by the
-fastest settings, at 2.3 s on 32 v5p chips and at 1.0 s on 64 v6e chips, so a run at 13 and 6 hours.
+A step is 128 rows of 4,096 tokens, a run 20,000 steps. None of these models has been trained; `plan` estimates that a
+step of 8B with the fastest settings takes 2.3 s on 32 v5p chips and 1.0 s on 64 v6e chips, so a run 13 and 6 hours.
 
-Expects Qwen3's directory, as it is downloaded, in ./Qwen3-8B (0.6B ...) and the data in ./data/*.jsonl, unless
+Expects Qwen3's directory, as downloaded, in ./Qwen3-8B (0.6B ...) and the data in ./data/*.jsonl, unless
 --config.init_from, --config.data.tokenizer and --config.data.path say otherwise.
 """
 

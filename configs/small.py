@@ -1,7 +1,7 @@
 """A model of 13 M parameters for real text.
 
-It trains `dense`: on worked problems it is right as often as `ar`, at three to four times the tokens per forward, for
-1.5 times the tokens of a training step of `ar` (refusion_jax/benchmarks/results/dense.md).
+It trains `dense`, which on worked problems is right as often as `ar`, at three to four times the tokens per forward;
+its training steps compute 1.5 times the tokens of `ar`'s (refusion_jax/benchmarks/results/dense.md).
 
 Hardware and time: a night on a laptop, minutes on a GPU or a TPU chip (estimates). Result: none is recorded yet.
 

@@ -1,19 +1,19 @@
-"""Talks with a trained model: several turns, and slots that fill before your eyes.
+"""Chats with a trained model over several turns, and shows slots as they fill.
 
   python -m refusion_jax.chat --checkpoint=runs/quickstart
   echo 'Sort 7 3 9 1.' | python -m refusion_jax.chat --checkpoint=runs/quickstart
 
-At a terminal, an answer shows text where tokens are committed, and ░ for every other place. Ctrl-C stops it and keeps
-its text up to the first ░; Ctrl-D ends the chat; /help lists what else can be said. Where stdin or stdout is no
-terminal, each line of stdin is a turn, and stdout gets the answers.
+At a terminal, an answer shows committed tokens as text and every other position as ░. Ctrl-C stops it and keeps its
+text up to the first ░; Ctrl-D ends the chat; /help lists the commands. If stdin or stdout is not a terminal, each line
+of stdin is a turn, and the answers go to stdout.
 
-The turns so far are written by the model's chat template. Where they and an answer do not fit into the cache any more,
-the oldest are left out. A model without a template is asked each turn alone, as `generate` asks it. Turn i, from 0, is
-sampled with the noise of (--decode.seed, i): the same turns have the same answers.
+The turns so far are rendered with the model's chat template. When they and an answer no longer fit into the cache, the
+oldest are left out. A model without a template sees each turn on its own, as with `generate`. Turn i, from 0, is
+sampled with the noise of (--decode.seed, i): the same turns get the same answers.
 
-All is compiled at the start, so that no turn waits for it: the cache has room for --decode.cache_length tokens of turns
-and answer (by default what the model reads, at most 4,096), and an answer has at most --decode.max_new_tokens (by
-default 256, or half of that room).
+Everything is compiled at the start, so that no turn waits for it: the cache has room for --decode.cache_length tokens
+of turns and answer (by default what the model reads, at most 4,096), and an answer has at most --decode.max_new_tokens
+(by default 256, or half of that room).
 """
 
 import contextlib
@@ -41,7 +41,7 @@ from refusion_jax.systems.api import all_settings, own_settings, read_settings
 
 _CHECKPOINT = flags.DEFINE_string("checkpoint", None, command.CHECKPOINT)
 _CACHE = flags.DEFINE_string("compilation_cache", None, command.COMPILED)
-_DTYPE = flags.DEFINE_enum("dtype", "float32", ["float32", "bfloat16"], "Of weights, cache and computation")
+_DTYPE = flags.DEFINE_enum("dtype", "float32", ["float32", "bfloat16"], "Type of weights, cache and computation")
 _TENSOR = flags.DEFINE_integer("mesh.tensor", 1, "Split heads and weights over this many devices", lower_bound=1)
 _OWN = {name: own for name, own in all_settings().items() if name != "batch_size"}
 command.define_settings(_OWN, defaults={"max_new_tokens": 256, "cache_length": 4096})

@@ -1,13 +1,13 @@
-"""Turns Hugging Face directories into checkpoints of ours, and models of ours into directories that transformers loads.
+"""Converts Hugging Face directories into our checkpoints, and our models into directories that transformers loads.
 
   python -m refusion_jax.convert --format=orbax --from=Qwen3-0.6B --to=gs://bucket/models/qwen3-0.6b
   python -m refusion_jax.convert --format=huggingface --from=gs://bucket/runs/mine --to=export --dtype=bfloat16
 
 Directories are local or in an object store. Families that can be read: Gemma 3 (its text models), Llama, SmolLM2,
 SmolLM3, Mistral, OLMo 2, Qwen2, Qwen3, Qwen3-MoE; and what the authors of other systems released (systems/README.md).
-Weights are spread over all devices here; JAX_PLATFORMS=cpu keeps them in the host's memory. Tokenizer files are carried
-along. `generate` reads both kinds of directory as they are, and adapters that `peft` wrote; --format=peft writes the
-adapters of a run. What is exported of a run has a model card, README.md, which says how transformers decodes it.
+Weights are spread over all devices of this machine, or kept in its memory with JAX_PLATFORMS=cpu. Tokenizer files are
+copied. `generate` reads both kinds of directory as they are, and adapters that `peft` wrote; --format=peft writes the
+adapters of a run. An exported run has a model card, README.md, which says how transformers decodes it.
 """
 
 import functools
@@ -42,14 +42,14 @@ from refusion_jax.systems.interface import SHARED_CODE
 from refusion_jax.systems.registry import releases, systems
 
 _FROM = flags.DEFINE_string("from", None, "Directory to read, local or gs://")
-_TO = flags.DEFINE_string("to", None, "Directory to make, local or gs://")
+_TO = flags.DEFINE_string("to", None, "Directory to create, local or gs://")
 _FORMAT = flags.DEFINE_enum(
     "format",
     None,
     ["orbax", "huggingface", "peft"],
-    "What to make: orbax (ours), huggingface, or the adapters alone of a run with lora.rank: peft",
+    "What to write: orbax (ours), huggingface, or peft (only the adapters of a run with lora.rank)",
 )
-_DTYPE = flags.DEFINE_enum("dtype", None, ["float32", "bfloat16"], "Of the weights written; by default as they are")
+_DTYPE = flags.DEFINE_enum("dtype", None, ["float32", "bfloat16"], "Type of the weights written; by default their own")
 _MASK = flags.DEFINE_integer(
     "mask_token_id", None, "Id of the mask token; by default config.json's, or the tokenizer's (format=orbax)"
 )

@@ -3,13 +3,13 @@
   python -m refusion_jax.drill --config=configs/quickstart.py --workdir=runs/drill --faults=12 --seed=0
   python -m refusion_jax.drill --config=configs/quickstart.py --workdir=runs/drill --faults=50 --kinds=kill_in_save
 
-DIR/straight is the fault-free run, which the next drill in DIR compares with, too; DIR/faulty is the one that suffers,
-and begins again where it is complete before all faults have struck. Prints one JSON line per fault: what struck at
-which step, from where the run went on, and the seconds until it stood where it had been. Exit code 0 only if every
-outcome is equal to the bit; 1 where one is not.
+DIR/straight is the fault-free run, which later drills in DIR also compare with; DIR/faulty is the run under faults,
+which begins again if it is complete before all faults have struck. Prints one JSON line per fault: its kind and step,
+the step from which the run resumed, and the seconds until it had caught up. Exit code 0 only if every outcome is equal
+to the bit, otherwise 1.
 
-Choose a small model and a --config.checkpoint.every of a few steps: moments are drawn by step. Every step is
-logged, and a save that fails never ends a run, whatever the config says.
+Choose a small model and a --config.checkpoint.every of a few steps: the times of faults are drawn by step. Every step
+is logged, and a failed save never ends a run, whatever the config says.
 """
 
 import json
@@ -40,12 +40,12 @@ from refusion_jax.training.events import read_events
 from refusion_jax.training.faults import FAULTS, RunUnderTest, UnexpectedError
 from refusion_jax.training.metrics import read_metrics
 
-_CONFIG = command.define_config("Config file; its flags go to `train`")
-_WORKDIR = flags.DEFINE_string("workdir", None, "Directory for both runs; new, or that of a drill before")
-_COUNT = flags.DEFINE_integer("faults", 12, "How many faults strike", 1, 100_000)
-_SEED = flags.DEFINE_integer("seed", 0, "Seed of the kinds of faults and their moments")
+_CONFIG = command.define_config("Config file; flags of config keys are passed to `train`")
+_WORKDIR = flags.DEFINE_string("workdir", None, "Directory for both runs; new, or that of an earlier drill")
+_COUNT = flags.DEFINE_integer("faults", 12, "How many faults to inject", 1, 100_000)
+_SEED = flags.DEFINE_integer("seed", 0, "Seed for the kinds and times of the faults")
 _HOSTS = flags.DEFINE_integer("hosts", 1, "Processes of the run, on this machine", 1, 64)
-_KINDS = flags.DEFINE_list("kinds", [], f"Only these: {', '.join(FAULTS)}")
+_KINDS = flags.DEFINE_list("kinds", [], f"Only faults of these kinds: {', '.join(FAULTS)}")
 
 _HOSTS_FILE = "hosts"  # of the fault-free run: with another number of them sums are rounded differently
 _OWN = {LOCK, _HOSTS_FILE, "straight", "straight.log", "faulty", "faulty.log"}  # files of a drill

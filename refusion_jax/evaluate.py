@@ -7,27 +7,26 @@
   python -m refusion_jax.evaluate --checkpoint=runs/mine --data=prepared/mine/held_out --output=results/mine
 
 Tasks are those of lm_eval, your own task files in --include_path, and the seven benchmarks of the ReFusion paper with
-the authors' prompts and decode settings: gsm8k, math, humaneval, mbpp,
-mmlu_pro, arc_c and gpqa (their files are in refusion_jax/evaluation/tasks). They download their data, or take
-DIR/TASK.jsonl of --task_data=DIR.
+the authors' prompts and decode settings: gsm8k, math, humaneval, mbpp, mmlu_pro, arc_c and gpqa (their files are in
+refusion_jax/evaluation/tasks). Their data are downloaded, or taken from DIR/TASK.jsonl of --task_data=DIR.
 
 DIR (the --output) will hold results.json (lm_eval's, with `decoding`: tokens_per_second, tokens_per_forward,
-mean_tokens, forwards, truncated_share), samples_TASK.jsonl (every prompt, answer and score) and journal/: run the same
-command again after it was killed, and no finished sample is decoded again.
+mean_tokens, forwards, truncated_share), samples_TASK.jsonl (every prompt, answer and score) and journal/: after a kill,
+the same command resumes without decoding a finished sample again.
 
-With --data, results.json holds `held_out`: the loss and its terms with the noise of training's own evaluations (of a
-model that was trained here), and eval_bits_per_byte: the likelihood of all responses, given their prompts, in bits per
-byte of their text. It is exact for left-to-right models, and for slots in one order or as the mean over random ones.
-For masked diffusion it is a Monte Carlo bound, with eval_bits_per_byte_is_bound and its standard error. Of
-systems whose likelihood is not known there are the losses alone.
+With --data, results.json holds `held_out`: the loss and its terms, with the same noise as evaluations during training
+(for models that were trained here), and eval_bits_per_byte: the likelihood of all responses, given their prompts, in
+bits per byte of their text. It is exact for left-to-right models, and for slots in one order or as the mean over random
+orders. For masked diffusion it is a Monte Carlo bound, marked by eval_bits_per_byte_is_bound, with its standard error.
+For systems without a known likelihood there are only the losses.
 
-Several processes split the problems, or the texts of --data, and write what one would; killed, the same command goes
-on:
+Several processes split the problems, or the texts of --data, and write what one would; after a kill, the same command
+resumes:
 
   COMMAND=evaluate bash launch/local_hosts.sh 4 --checkpoint=runs/mine --tasks=gsm8k --output=results/mine
 
-How to decode: what a flag --decode.NAME says, or else the request of the task (max_gen_toks, temperature), or else
-`decode` in the metadata of the task's file.
+A decode setting comes from its flag --decode.NAME, or else from the task's request (max_gen_toks, temperature), or else
+from `decode` in the metadata of the task's file.
 """
 
 import json
@@ -57,31 +56,31 @@ from refusion_jax.systems.api import all_settings, own_settings
 from refusion_jax.systems.registry import system_of
 
 _CHECKPOINT = flags.DEFINE_string("checkpoint", None, command.CHECKPOINT)
-_TASKS = flags.DEFINE_list("tasks", None, "Names of tasks, with commas between", allow_overwrite=False)
-_PREPARED = flags.DEFINE_string("data", None, "Instead of --tasks: a directory that `prepare` wrote, to be scored")
-_OUTPUT = flags.DEFINE_string("output", None, "Directory of the results: made, or continued")
+_TASKS = flags.DEFINE_list("tasks", None, "Names of tasks, comma-separated", allow_overwrite=False)
+_PREPARED = flags.DEFINE_string("data", None, "Instead of --tasks: score a directory that `prepare` wrote")
+_OUTPUT = flags.DEFINE_string("output", None, "Directory for the results: created or continued")
 _INCLUDE = flags.DEFINE_string("include_path", None, "Directory of task files of your own (lm_eval's YAML)")
-_TASK_DATA = flags.DEFINE_string("task_data", None, "Directory with TASK.jsonl, in place of what TASK downloads")
+_TASK_DATA = flags.DEFINE_string("task_data", None, "Directory with TASK.jsonl, used in place of TASK's download")
 _LIMIT = flags.DEFINE_integer(
     "limit",
     None,
-    "Only the first so many problems of each task, or so many rows, evenly spaced, of --data",
+    "Only this many problems of each task, from the first on, or rows of --data, evenly spaced",
     lower_bound=1,
 )
 _FEWSHOT = flags.DEFINE_integer("num_fewshot", None, "Worked examples before each problem", lower_bound=0)
-_CHAT = flags.DEFINE_bool("chat", None, "Render prompts by the tokenizer's chat template; by default if it has one")
+_CHAT = flags.DEFINE_bool("chat", None, "Render prompts with the tokenizer's chat template; by default if it has one")
 _THINKING = flags.DEFINE_bool(
     "thinking", None, "With a chat template: whether answers may begin with thinking; by default as in training"
 )
 _EXECUTE = flags.DEFINE_bool("allow_code_execution", False, "Run code that the model writes, in the sandbox")
 _UNSAFE = flags.DEFINE_bool(
-    "unsafe", False, "Run it without namespaces, where the kernel has none: it can read and write whatever you can"
+    "unsafe", False, "Run it without namespaces, if the kernel has none: the code can read and write whatever you can"
 )
-_ORDER = flags.DEFINE_enum("order", "left_to_right", ["left_to_right", "random"], "Of slots, for the likelihood")
+_ORDER = flags.DEFINE_enum("order", "left_to_right", ["left_to_right", "random"], "Order of slots for the likelihood")
 _DRAWS = flags.DEFINE_integer(
-    "draws", 0, "Random orders, or draws of a bound, to average over; 0: 1 order, 64 draws of a bound", 0, 100_000
+    "draws", 0, "Random orders, or draws of a likelihood bound, to average over; 0: 1 order or 64 draws", 0, 100_000
 )
-_DTYPE = flags.DEFINE_enum("dtype", "float32", ["float32", "bfloat16"], "Of weights, cache and computation")
+_DTYPE = flags.DEFINE_enum("dtype", "float32", ["float32", "bfloat16"], "Type of weights, cache and computation")
 _DATA = flags.DEFINE_integer("mesh.data", 1, "Split the batch over this many devices of a host", lower_bound=1)
 _TENSOR = flags.DEFINE_integer("mesh.tensor", 1, "Split heads and weights over this many devices", lower_bound=1)
 command.define_settings(all_settings(), defaults={"max_new_tokens": "the task's, or 256"})

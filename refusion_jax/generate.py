@@ -7,29 +7,30 @@ Each line of --input is {"prompt": "text"} or {"prompt_ids": [ids]}, with an "id
 {"template": ["text", 40, "more text", 24]}, gives some of the text and the lengths, in tokens, of the gaps to fill; it
 follows the prompt, if there is one. {"decode": {"max_new_tokens": 64, "seed": 3}} changes settings for one line.
 
-Each line of --output has id, text, tokens (reading order, through the end of text; of a template the given ones too),
-commit_order (positions of all decoded tokens in the order of commitment, also those after the end of text), forwards,
-rounds and finish_reason (eos, length or stop). Without --output the lines go to stdout, each as soon as those before it
-are done; a single --prompt at a terminal gets its text alone, whose slots fill before your eyes. --watch=PAGE.html
-also writes a page, which plays the decodings of up to 16 prompts in a browser, forward by forward; answers that are
-kept are then decoded again. --compare=DECODER shows another decoder of the model next to them, --compare=runs/other the
-default decoder of another model.
+Each line of --output has id, text, tokens (in reading order, up to the end of text; for a template also the given
+ones), commit_order (positions of all decoded tokens in the order of commitment, also those after the end of text),
+forwards, rounds and finish_reason (eos, length or stop). Without --output the lines go to stdout, each as soon as those
+before it are done; for a single --prompt at a terminal only the text is shown, its slots as they fill.
+--watch=PAGE.html also writes a page that plays the decodings of up to 16 prompts in a browser, forward pass by forward
+pass; answers that were kept are decoded again for it. --compare=DECODER shows another decoder of the model next to
+them, --compare=runs/other the default decoder of another model.
 
-While it decodes, answers are kept in OUTPUT.partial as they finish. Killed, or stopped by a full disk, the same command
-decodes what is missing; then OUTPUT is written, whole and in the order of the prompts, and OUTPUT.partial deleted.
+Finished answers are kept in OUTPUT.partial. After a kill or a full disk, the same command decodes only what is missing.
+At the end OUTPUT is written as a whole, in the order of the prompts, and OUTPUT.partial is deleted.
 
-Several processes, on one machine or on many that share a disk, answer parts of the prompts; killed, each goes on by its
-own command. The last to finish writes the OUTPUT of one process (`forwards` may differ: a batch shares its budget):
+Several processes, on one machine or on several that share a disk, can each answer a part of the prompts; after a kill,
+the command of that part resumes it. The last to finish writes OUTPUT, the same as one process would write (but
+`forwards` may differ, because a batch shares its budget):
 
   for i in 1 2 3 4; do python -m refusion_jax.generate ... --output=answers.jsonl --part=$i/4 & done; wait
 
-Compiled programs are kept in $XDG_CACHE_HOME/refusion_jax/compiled (~/.cache by default), which is used only where
-nobody else can write to it: the second call with the same sizes starts in seconds.
+Compiled programs are kept in $XDG_CACHE_HOME/refusion_jax/compiled (~/.cache by default), which is used only if nobody
+else can write to it: the second call with the same sizes starts in seconds.
 
-Memory on top of weights: the cache, mostly. It takes 2 x layers x key/value heads x head size x bytes of --dtype for
-each token of each of --decode.batch_size rows. An 8B model in bfloat16: 147,456 bytes per token, 4.5 GiB for 64 rows of
-512. What cannot fit is refused before anything is compiled. --decode.weights=int8 and --decode.cache=int8 take half of
-bfloat16's bytes for weights and cache, and round them (benchmarks/results/int8.md).
+Besides the weights, memory is mostly taken by the cache: 2 x layers x key/value heads x head size x bytes of --dtype
+for each token of each of --decode.batch_size rows. For an 8B model in bfloat16 that is 147,456 bytes per token, 4.5 GiB
+for 64 rows of 512. What cannot fit is refused before anything is compiled. --decode.weights=int8 and
+--decode.cache=int8 halve the bytes of bfloat16, by rounding (benchmarks/results/int8.md).
 """
 
 import dataclasses
@@ -80,7 +81,7 @@ _INPUT = flags.DEFINE_string("input", None, "JSONL file of prompts", allow_overw
 _PROMPT = flags.DEFINE_string("prompt", None, "One prompt, instead of --input", allow_overwrite=False)
 _OUTPUT = flags.DEFINE_string("output", None, "JSONL file of answers; stdout by default")
 _PART = flags.DEFINE_string(
-    "part", None, "Answer part I of N of the prompts alone, such as 2/4; the process that ends last writes the --output"
+    "part", None, "Answer only part I of N of the prompts, such as 2/4; the process that finishes last writes --output"
 )
 _WATCH = flags.DEFINE_string("watch", None, "HTML file that plays the decodings of up to 16 prompts in a browser")
 _COMPARE = flags.DEFINE_string(
@@ -89,7 +90,7 @@ _COMPARE = flags.DEFINE_string(
 _JSON = flags.DEFINE_bool("json", False, "With --prompt at a terminal: print the whole record, not only the text")
 _CACHE = flags.DEFINE_string("compilation_cache", None, command.COMPILED)
 _STOP = flags.DEFINE_multi_string("stop", [], "Cut answers where this text begins; may be given several times")
-_DTYPE = flags.DEFINE_enum("dtype", "float32", ["float32", "bfloat16"], "Of weights, cache and computation")
+_DTYPE = flags.DEFINE_enum("dtype", "float32", ["float32", "bfloat16"], "Type of weights, cache and computation")
 _DATA = flags.DEFINE_integer("mesh.data", 1, "Split the batch over this many devices", lower_bound=1)
 _TENSOR = flags.DEFINE_integer("mesh.tensor", 1, "Split heads and weights over this many devices", lower_bound=1)
 command.define_settings(all_settings())

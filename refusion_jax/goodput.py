@@ -1,4 +1,4 @@
-"""Prints what the time of a run went into, over all its restarts; works while it runs.
+"""Prints where the time of a run went, over all its restarts; works while it runs.
 
 python -m refusion_jax.goodput --workdir=runs/mine
 """

@@ -1,17 +1,17 @@
-"""Shows a row as it is trained on: its documents, their corruption and labels, for any system.
+"""Shows a row as training sees it: its documents, their corruption and labels, for any system.
 
   python -m refusion_jax.inspect_data --config=configs/quickstart.py --step=3 --place=5
   python -m refusion_jax.inspect_data --data=prepared/mine --row=7 --labels --html=row.html
   python -m refusion_jax.inspect_data --data=prepared/mine --html=data.html --config=configs/small.py
   python -m refusion_jax.inspect_data --data=prepared/mine --verify
 
-With --config it is the row at a place of the batch of a step, with the very noise that `train` gives it, by the
-tokenizer of the run --workdir and past the rows that it left out. With --data it is any row of a prepared directory,
-corrupted as the default config would at that step and place. A prompt is dim; of a response the given tokens are green
-and the masked ones red. What the model is given stands in the order in which it sees it, with a bar where the text
-jumps. --html also writes a page for a browser: each token as a cell, its label, and what it attends to. With --data and
-without --row the page is about all of the data instead: sources, lengths, what was left out and why, languages, some
-documents, and with a --config what training on it takes. `--verify` reads all files and compares every checksum.
+With --config it is the row at --place in the batch of --step, with exactly the noise that `train` gives it; with a
+--workdir, tokenizer and left-out rows are those of that run. With --data it is any row of a prepared directory,
+corrupted as with the default config at that step and place. Prompts are dim; response tokens are green if they are
+given and red if they are masked. Inputs are shown in the order in which the model sees them, with a bar where the text
+jumps. --html also writes a page for a browser: each token as a cell, its label, and what it attends to. With --data but
+without --row the page describes the whole data instead: sources, lengths, what was left out and why, languages, some
+documents, and with a --config what training on it takes. --verify reads all files and compares every checksum.
 """
 
 from absl import flags
@@ -35,18 +35,18 @@ from refusion_jax.training.inspection import BEGINNING, corrupted, row_page, sho
 
 _CONFIG = command.define_config("Config file of the training, such as configs/quickstart.py")
 _WORKDIR = flags.DEFINE_string(
-    "workdir", None, "Run of that config, for its tokenizer and the rows that it left out; without one as a new run"
+    "workdir", None, "Run of that config, for its tokenizer and the rows it left out; by default as in a new run"
 )
 _PLACE = flags.DEFINE_integer("place", 0, "Which row of the batch, from 0", 0, 2**24)
-_STEP = flags.DEFINE_integer("step", 1, "Step that is shown, from 1, as in metrics.jsonl", lower_bound=1)
+_STEP = flags.DEFINE_integer("step", 1, "Step to show, from 1, as in metrics.jsonl", lower_bound=1)
 _DATA = flags.DEFINE_string("data", None, "A directory that `prepare` wrote, instead of --config")
 _ROW = flags.DEFINE_integer("row", 0, "Which row of --data, from 0", lower_bound=0)
 _MASK_PIECE = flags.DEFINE_string("mask_piece", MASK_PIECE, "As --config.data.mask_piece of `train`, for --data")
-_LABELS = flags.DEFINE_bool("labels", False, "Also list each token that the model is given, and what it must predict")
+_LABELS = flags.DEFINE_bool("labels", False, "Also list each token the model is given and what it must predict")
 _HTML = flags.DEFINE_string(
     "html",
     None,
-    "HTML file that also shows the row, and what each token attends to; of --data without --row, all of the data",
+    "HTML file to write, with the row and what each token attends to; for --data without --row, with all of the data",
 )
 _VERIFY = flags.DEFINE_bool("verify", False, "Compare all checksums of --data instead of showing a row")
 _OF_ROWS = {"data", "seed", "batch_size", "row_length"}  # config keys by which a run has its rows

@@ -7,12 +7,12 @@
 
 The step that `train` runs is compiled for the topology's chips by libtpu, on this machine. Memory is what the compiler
 assigns; FLOPs, memory traffic and collectives are counted in the compiled program. The time is a roofline of these
-counts against the chip's documented peaks, times what published training runs took of theirs on the same generation:
-a range, in which 95 % of such runs are expected (`python -m refusion_jax.bench calibration`). These train 7 to 512 B
-parameters in steps of seconds; the range says little about steps of milliseconds. The decoder has the roofline alone.
---what=split searches where to cut a model between a device and a server (refusion_jax/split/README.md).
---hlo reads the step of another framework, as its compiler wrote it down, and says the same of it.
-Exit code 2 where the run does not fit.
+counts against the chip's documented peaks, scaled by how much longer published training runs took than their rooflines
+on the same generation: a range that is expected to hold 95 % of such runs (`python -m refusion_jax.bench calibration`).
+Those train 7 to 512 B parameters in steps of seconds; the range says little about steps of milliseconds. For the
+decoder there is only the roofline. --what=split searches where to cut a model between a device and a server
+(refusion_jax/split/README.md). --hlo reports the same for the step of another framework, dumped by its compiler.
+The exit code is 2 if the run does not fit.
 """
 
 import sys
@@ -46,13 +46,13 @@ _TOPOLOGY = flags.DEFINE_string(
 _SLICES = flags.DEFINE_integer(
     "slices",
     1,
-    "Slices, joined by the data-centre network; sets --config.mesh.replica to as many, unless it is given: `train` "
+    "Number of slices, joined by the data-centre network; also sets --config.mesh.replica unless it is given; `train` "
     "needs that flag",
     lower_bound=1,
     upper_bound=1024,
 )
 _HLO = flags.DEFINE_string("hlo", None, "Instead of --config: the optimized HLO of a step, dumped by any framework")
-_WHAT = flags.DEFINE_enum("what", "train", ["train", "decode", "split"], "What to compile; split: where to cut")
+_WHAT = flags.DEFINE_enum("what", "train", ["train", "decode", "split"], "What to compile; split: find where to cut")
 _ROWS = flags.DEFINE_float("rows_per_chip", None, "Sets --config.batch_size to this many rows per chip")
 _MEMORY_ONLY = flags.DEFINE_bool(
     "memory_only", False, "Compile no machine code: the same figures in seconds instead of minutes"

@@ -4,9 +4,9 @@
   python -m refusion_jax.train --config=configs/small.py --workdir=runs/mine --config.data.path=prepared/mine
 
 Reads .jsonl and .ndjson (also in .gz, .bz2 or .zst), .json (a list), Parquet, WARC and WET; other files are plain text.
-An object has a query and a response, or messages (of which --turns are answers), or a text. A prompt with its response
-is never cut. Memory does not grow with the input. Killed, the same command goes on where it was; the number of
-workers changes no byte, and neither does --runner=beam, which has the work done by Apache Beam on many machines.
+An object has a query and a response, or messages (of which --turns are trained on), or a text. A prompt with its
+response is never cut. Memory does not grow with the input. After a kill, the same command resumes. The output is the
+same to the byte for any number of workers, and for --runner=beam, by which Apache Beam does the work on many machines.
 Duplicates, near-duplicates and what filters refuse are left out on demand, and counted.
 DIR (the --output) will hold rows-*.array_record, manifest.json, dropped.jsonl and the tokenizer.
 """
@@ -50,41 +50,41 @@ _OUTPUT = flags.DEFINE_string("output", None, "The directory to write, local or 
 _SHAPING = [
     flags.DEFINE_string("tokenizer", None, "A sentencepiece model, or a tokenizer.json of Hugging Face"),
     flags.DEFINE_string("mask_piece", MASK_PIECE, "The tokenizer's piece that stands for a masked token"),
-    flags.DEFINE_enum("thinking", "unset", list(THINKING), "enable_thinking of the chat template; unset: as it is"),
+    flags.DEFINE_enum("thinking", "unset", list(THINKING), "enable_thinking of the chat template; unset: its default"),
     flags.DEFINE_integer("row_length", 4096, "Tokens per row, as --config.row_length of `train`", 2, LONGEST_ROW),
     flags.DEFINE_enum(
         "text_packing",
         "best_fit",
         ["best_fit", "split"],
-        "Texts without prompt: best_fit cuts only what is longer than a row; split joins them all and cuts every row "
-        "full",
+        "For texts without prompt: best_fit cuts only those longer than a row; split joins all and cuts them into full "
+        "rows",
     ),
     flags.DEFINE_bool(
-        "dedup", False, "Leave out examples whose text stands in the input before; not texts longer than --shard_mib"
+        "dedup", False, "Leave out examples whose text occurred earlier in the input; not texts longer than --shard_mib"
     ),
     flags.DEFINE_bool(
         "near_dedup",
         False,
-        "Leave out examples whose text is nearly that of one before: of those that share 0.8 of the 5-grams of their "
-        "words 97.5 % are found (MinHash)",
+        "Leave out examples that are near-duplicates of earlier ones: of those that share 0.8 of their word 5-grams, "
+        "97.5 % are found (MinHash)",
     ),
     flags.DEFINE_list(
-        "filters", [], f"Rules, of {', '.join(RULES)}, by which texts are left out or changed: see the README of data/"
+        "filters", [], f"Rules that leave out or change texts, among {', '.join(RULES)}: see the README of data/"
     ),
-    flags.DEFINE_list("languages", [], f"Keep what is in these, such as en,de; {ALL}: keep all, and count them"),
+    flags.DEFINE_list("languages", [], f"Keep texts in these languages, such as en,de; {ALL}: keep and count all"),
     flags.DEFINE_list(
         "decontaminate",
         [],
-        "JSONL files of tests, such as DIR/*.jsonl: leave out what shares 13 words with one",
+        "JSONL files of test problems, such as DIR/*.jsonl: leave out what shares 13 consecutive words with one",
     ),
     flags.DEFINE_list(
         "blocked_urls",
         [],
-        "Files of domains, or of how URLs begin, one a line: leave out records of these",
+        "Files of domains or URL prefixes, one per line: leave out their records",
     ),
     flags.DEFINE_integer("min_tokens", 0, "Leave out documents of fewer tokens", 0),
-    flags.DEFINE_integer("max_tokens", 0, "Leave out documents of more tokens; 0: there is no bound", 0),
-    flags.DEFINE_bool("shuffle", False, "Make each shard of parts of files that are drawn from all of them"),
+    flags.DEFINE_integer("max_tokens", 0, "Leave out documents of more tokens; 0: no limit", 0),
+    flags.DEFINE_bool("shuffle", False, "Make each shard from randomly drawn parts of all files"),
     flags.DEFINE_float(
         "held_out", 0.0, "Share of documents, chosen by their text, that go to DIR/held_out instead", 0.0, 0.5
     ),
@@ -92,25 +92,23 @@ _SHAPING = [
         "on_error",
         "stop",
         ["stop", "skip"],
-        "An example that is malformed or longer than a row stops it, or is left out and listed in dropped.jsonl",
+        "At an example that is malformed or longer than a row: stop, or leave it out and list it in dropped.jsonl",
     ),
-    flags.DEFINE_integer("shard_mib", 64, "MiB of input that make a shard, and bound a worker's memory", 1, 1024),
-    flags.DEFINE_enum(
-        "turns", "last", ["last", "all"], "Answers of a conversation to train on, each on what is before it"
-    ),
+    flags.DEFINE_integer("shard_mib", 64, "MiB of input per shard, which bounds a worker's memory", 1, 1024),
+    flags.DEFINE_enum("turns", "last", ["last", "all"], "Assistant turns of a conversation to train on"),
     flags.DEFINE_string("query_field", "", "JSON field of the prompt; empty: query, question or prompt"),
     flags.DEFINE_string("response_field", "", "JSON field of the answer; empty: response, answer or completion"),
     flags.DEFINE_string("text_field", "", "JSON field of a text without prompt; empty: text"),
 ]
-_WORKERS = flags.DEFINE_integer("workers", None, "Processes; by default one a core", lower_bound=1)
+_WORKERS = flags.DEFINE_integer("workers", None, "Processes; by default one per core", lower_bound=1)
 _RUNNER = flags.DEFINE_enum(
-    "runner", "local", ["local", "beam"], "Processes of this machine, or Apache Beam: the files are the same"
+    "runner", "local", ["local", "beam"], "Processes on this machine, or Apache Beam; the files are the same"
 )
 _BEAM_OPTIONS = flags.DEFINE_string(
     "beam_options",
     "",
     "Options of Beam, such as '--runner=DataflowRunner --project=P --region=R --temp_location=gs://B/tmp'; empty: "
-    "--workers processes of this machine",
+    "--workers processes on this machine",
 )
 
 

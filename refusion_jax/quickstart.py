@@ -3,10 +3,10 @@
   python -m refusion_jax.quickstart --workdir=runs/quickstart
 
 Prints accuracy (the whole worked answer must be right), tokens per forward and tokens per second (one prompt at a time,
-unless --decode.batch_size says otherwise), for every decoder of the system that the model was trained for
-(those that need a further model, if they are given one); then three answers, part by part (of a slot model, slot by
-slot) in the order of writing. The same figures go to DIR/report.json, and a page that plays these answers, as each
-decoder writes them, to DIR/decodings.html.
+unless --decode.batch_size says otherwise) for every decoder of the system that the model was trained for (those that
+need a second model only if they are given one); then three answers in parts (for a slot model, slots), in the order of
+writing. The same figures go to DIR/report.json, and a page that plays these answers, as each decoder writes them, to
+DIR/decodings.html.
 """
 
 import itertools
@@ -43,7 +43,7 @@ command.define_settings(
     {name: own for name, own in all_settings().items() if name not in ("method", "max_new_tokens")},
     defaults=_DEFAULTS,
 )
-_STARTED = flags.DEFINE_float("started", None, "Unix seconds when the whole thing began; now by default")
+_STARTED = flags.DEFINE_float("started", None, "Unix time at which the whole command began; now by default")
 
 MAX_NEW_TOKENS = 32  # the longest worked answer takes 25
 

@@ -3,8 +3,8 @@
   python -m refusion_jax.report --workdir=runs/mine --output=report
   python -m refusion_jax.report --workdir=runs/mine,runs/other --output=report
 
-DIR (the --output) will hold index.html, which loads nothing else, each chart as a PNG, and answers.html, which plays
-how the runs decoded answers to tasks. Needs pip install -e '.[plots]'.
+DIR (the --output) will hold index.html, which is self-contained, each chart as a PNG, and answers.html, which plays how
+the runs decoded answers to tasks. Needs pip install -e '.[plots]'.
 """
 
 import re
@@ -20,8 +20,8 @@ from refusion_jax.decoding import player
 from refusion_jax.distributed.storage import write_file
 from refusion_jax.training.run_report import BEGINNING, MOST, draw, page, played, read_run, sections
 
-_WORKDIR = flags.DEFINE_list("workdir", None, f"Directories of runs, {MOST} at most, with commas between")
-_OUTPUT = flags.DEFINE_string("output", None, "Directory of the page and its charts: made, or written over")
+_WORKDIR = flags.DEFINE_list("workdir", None, f"Directories of runs, comma-separated, at most {MOST}")
+_OUTPUT = flags.DEFINE_string("output", None, "Directory for the page and its charts: created or overwritten")
 
 
 def main() -> None:

@@ -3,16 +3,16 @@
   python -m refusion_jax.serve --checkpoint=runs/quickstart --port=8000
   curl http://127.0.0.1:8000/v1/completions -H 'Content-Type: application/json' -d '{"prompt": "Sort 7 3 9 1."}'
 
-GET / is a page for people, GET /docs tells the fields of requests, and refusion_jax/serving/README.md explains all
-routes. What a field asks for is done, or the request is refused.
+GET / is a page for people, GET /docs lists the fields of requests, and refusion_jax/serving/README.md explains all
+routes. No field is ignored: the server does what it asks for, or refuses the request.
 
-Requests share one batch of --decode.batch_size rows; none waits until others are done, and an answer depends on its own
-request alone. The --decode flags are what requests get that do not say otherwise, and the sizes that are compiled:
---decode.max_new_tokens is the most that a request may ask for, --decode.cache_length the most that prompt and answer
-may have together.
+Requests share one batch of --decode.batch_size rows; none waits for the others to finish, and an answer depends only on
+its own request. The --decode flags are the defaults of requests, and set the sizes that are compiled:
+--decode.max_new_tokens is the most that a request may ask for, --decode.cache_length the most tokens of a prompt and
+its answer together.
 
-The server listens on this machine only, unless --host says otherwise; --api_key closes it to others. It ends on SIGINT
-or SIGTERM, after the answers under way; on SIGTERM with exit code 0.
+The server listens only on this machine unless --host says otherwise; with --api_key it refuses requests without a key.
+On SIGINT or SIGTERM it finishes the answers under way and ends, on SIGTERM with exit code 0.
 """
 
 import asyncio
@@ -39,38 +39,38 @@ from refusion_jax.systems.api import all_settings
 
 _CHECKPOINT = flags.DEFINE_string("checkpoint", None, command.CHECKPOINT)
 _HOST = flags.DEFINE_string(
-    "host", "127.0.0.1", "Address to listen on; 0.0.0.0: on all of them, for all who can reach them"
+    "host", "127.0.0.1", "Address to listen on; 0.0.0.0: all addresses, for everyone who can reach them"
 )
 _PORT = flags.DEFINE_integer("port", 8000, "Port to listen on; 0: any that is free", 0, 65535)
-_NAME = flags.DEFINE_string("model_name", None, "Name of the model to clients; by default the --checkpoint as given")
+_NAME = flags.DEFINE_string("model_name", None, "Name of the model that clients see; by default --checkpoint as given")
 _SEED = flags.DEFINE_integer(
     "seed",
     None,
-    "Seed of requests that give none: the same request has the same answer; by default each draws its own",
+    "Seed for requests that give none, so that equal requests get equal answers; by default each draws its own",
     0,
     2**32 - 1,
 )
 _KEYS = flags.DEFINE_list(
-    "api_key", [], "Keys, with commas between, one of which a request must have; by default those in REFUSION_API_KEY"
+    "api_key", [], "Keys, comma-separated, one of which each request must carry; by default those in REFUSION_API_KEY"
 )
-_CORS = flags.DEFINE_list("cors", [], "Origins of web pages that may ask from a browser, with commas between; *: all")
+_CORS = flags.DEFINE_list("cors", [], "Origins of web pages that may ask from a browser, comma-separated; *: all")
 _HOSTS = flags.DEFINE_list(
-    "allowed_host", [], "Names by which a proxy may call it; on the loopback, localhost and its addresses may always"
+    "allowed_host", [], "Host names that requests may use, such as a proxy's; on the loopback, localhost always may"
 )
 _PREFIXES = flags.DEFINE_integer(
     "prefix_cache_mib",
     None,
-    "Memory of each device for what prompts begin with, whose keys and values serve others that begin alike; 0: none; "
-    "by default as much as the batch has, or a quarter of what is then free if that is less",
+    "MiB per device for keys and values of prefixes, reused by prompts that begin alike; 0: none; by default as much "
+    "as the batch has, or a quarter of what is then free if that is less",
     0,
     2**30,
 )
 _STRUCTURED = flags.DEFINE_bool(
-    "structured", False, "Compile for structured answers before it listens; else the first of them waits for that"
+    "structured", False, "Compile for structured answers before listening; otherwise the first of them waits for it"
 )
 _LOG = flags.DEFINE_bool("access_log", False, "Print a JSON line for each request, with its X-Request-Id")
 _CACHE = flags.DEFINE_string("compilation_cache", None, command.COMPILED)
-_DTYPE = flags.DEFINE_enum("dtype", "float32", ["float32", "bfloat16"], "Of weights, cache and computation")
+_DTYPE = flags.DEFINE_enum("dtype", "float32", ["float32", "bfloat16"], "Type of weights, cache and computation")
 _DATA = flags.DEFINE_integer("mesh.data", 1, "Split the batch over this many devices", lower_bound=1)
 _TENSOR = flags.DEFINE_integer("mesh.tensor", 1, "Split heads and weights over this many devices", lower_bound=1)
 command.define_settings(

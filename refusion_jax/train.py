@@ -1,4 +1,4 @@
-"""Trains a model; run the same command again, and it resumes.
+"""Trains a model; run again, the same command resumes.
 
   python -m refusion_jax.train --config=configs/quickstart.py --workdir=runs/first
   python -m refusion_jax.train --config=configs/small.py --workdir=runs/mine --config.data.path='my/*.jsonl'
@@ -7,13 +7,13 @@ DIR (the --workdir) will hold checkpoints/STEP/ (Orbax), metrics.jsonl, tensorbo
 tokenizer.model. Any config key can be set by a flag; listed below are the shared ones and those of the system that
 --config names.
 
-On every host of a TPU pod, or under any other launcher (launch/local_hosts.sh), the same command trains on all of them
-together; DIR must be one that they share. On a signal or a maintenance notice the process saves a checkpoint and exits
-with code 75: start it again. Exit code 2 means that the input is at fault: it would fail again.
+Run on every host of a TPU pod, or by another launcher (launch/local_hosts.sh), the same command trains on all hosts
+together, which must share DIR. On a signal or a maintenance notice it saves a checkpoint and exits with code 75: start
+it again. Exit code 2 means that the input is at fault: it would fail again.
 
-One command at a time trains in DIR. It resumes from the newest checkpoint that is whole, passing over damaged ones.
-The update of a step with a non-finite loss or gradient, or a loss spike (--config.guard.spike), is skipped; several in
-a row (--config.guard.skips) take the run back to its last checkpoint, and past their rows.
+Only one command at a time trains in DIR. It resumes from the newest intact checkpoint, ignoring damaged ones. The
+update of a step with a non-finite loss or gradient, or a loss spike (--config.guard.spike), is skipped; after several
+in a row (--config.guard.skips) the run goes back to its last checkpoint and omits their rows.
 """
 
 import sys
@@ -50,15 +50,15 @@ from refusion_jax.training.session import Session
 from refusion_jax.training.trackers import check_trackers
 
 _CONFIG = command.define_config("Config file, such as configs/quickstart.py")
-_WORKDIR = flags.DEFINE_string("workdir", None, "Directory of the run: made, or resumed if it holds this very run")
-_START_OVER = flags.DEFINE_bool("start_over", False, "Begin at step 0 where none of the checkpoints can be read")
+_WORKDIR = flags.DEFINE_string("workdir", None, "Directory of the run: created, or resumed if it holds this run")
+_START_OVER = flags.DEFINE_bool("start_over", False, "Begin again at step 0 if none of the checkpoints can be read")
 _COMPILE = flags.DEFINE_bool(
-    "compile_only", False, "Compile the step for the next start, into --config.compilation_cache, and end"
+    "compile_only", False, "Compile the step for the next start, into --config.compilation_cache, and exit"
 )
 _ALLOW = flags.DEFINE_list(
-    "allow_change", [], f"Config keys that may differ from those the run was started with: {', '.join(CHANGEABLE)}"
+    "allow_change", [], f"Config keys that may differ from what the run was started with: {', '.join(CHANGEABLE)}"
 )
-_PEERS = flags.DEFINE_float("peer_seconds", 300.0, "How long to wait for the other processes of a run", 1.0)
+_PEERS = flags.DEFINE_float("peer_seconds", 300.0, "Seconds to wait for the other processes of a run", 1.0)
 _LOST = flags.DEFINE_integer("lost_seconds", 60, "Seconds of silence after which another process is lost", 5, 3600)
 _PROFILE = flags.DEFINE_integer("profiler_port", None, "Port on each host for on-demand profiling", 1, 65535)
 

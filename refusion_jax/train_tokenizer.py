@@ -2,8 +2,8 @@
 
   python -m refusion_jax.train_tokenizer --input='my/*.jsonl' --output=my.model --vocab_size=8192
 
-`train` does the same by itself where --config.data.tokenizer is empty; this command is for a tokenizer that several
-runs shall share.
+`train` does the same by itself if --config.data.tokenizer is empty; this command is for a tokenizer that several runs
+share.
 """
 
 from pathlib import Path
@@ -21,9 +21,9 @@ from refusion_jax.data.tokenizer import SentencePieceTokenizer
 from refusion_jax.distributed.storage import write_file
 
 _INPUT = flags.DEFINE_string("input", None, "As --config.data.path: a file, a glob, stdlib ...", allow_overwrite=False)
-_OUTPUT = flags.DEFINE_string("output", None, "The model file to write")
+_OUTPUT = flags.DEFINE_string("output", None, "Tokenizer model file to write")
 _VOCAB_SIZE = flags.DEFINE_integer(
-    "vocab_size", 8192, "Pieces, special tokens and bytes included; a small corpus yields fewer", 1, 2**24
+    "vocab_size", 8192, "Pieces, including special tokens and bytes; a small corpus yields fewer", 1, 2**24
 )
 _FIELDS = {
     name: flags.DEFINE_string(name, "", f"JSON field, as --config.data.{name} of `train`")

@@ -16,7 +16,7 @@ EPS = 1e-3  # least probability of masking a token, as in LLaDA
 
 # The config key of `pad_answers`, for systems whose decoders fill more masks than the answer has tokens.
 PADDING = functools.partial(
-    setting, 0.3, "share of documents replaced by padding of the one before, so that a model learns where answers end",
+    setting, 0.3, "share of documents replaced by padding of the one before, so that models learn where answers end",
     at_least=0, below=1,
 )  # fmt: skip
 

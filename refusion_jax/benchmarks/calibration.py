@@ -3,12 +3,12 @@
   python -m refusion_jax.bench calibration
   python -m refusion_jax.bench calibration --compile --output=published_runs.json
 
-For each run it prints the published step time (plus the time of the arithmetic that our program does and theirs did
-not, less that of the opposite), our estimate for the same shape and chips before calibration, their ratio, and the
-error of predicting the run from the others of its generation. The factor and spread of each generation follow, which do
-not carry over to another; refusion_jax/distributed/chips.py holds them for `plan`. The counts of our programs are
-stored with the runs and their sources (planning/published_runs.json); --compile makes them again with the installed TPU
-compiler, which takes some minutes.
+For each run it prints the published step time (corrected for arithmetic that only one of the two programs does), our
+estimate for the same shape and chips before calibration, their ratio, and the error of predicting the run from the
+others of its generation. Then come factor and spread of each generation, which do not carry over to another;
+refusion_jax/distributed/chips.py holds them for `plan`. The counts of our programs are stored with the runs and their
+sources (planning/published_runs.json); --compile makes them again with the installed TPU compiler, which takes some
+minutes.
 """
 
 import dataclasses
@@ -40,7 +40,7 @@ FILE = "published_runs.json"
 def define_flags(own: flags.FlagValues) -> None:
     """The flags of this benchmark."""
     flags.DEFINE_bool("compile", False, "Compile the programs again: pip install -e '.[plan]'", flag_values=own)
-    flags.DEFINE_string("output", "", "Where to write the runs with the new counts; needs --compile", flag_values=own)
+    flags.DEFINE_string("output", "", "File for the runs with the new counts; needs --compile", flag_values=own)
 
 
 def main(own: flags.FlagValues) -> None:

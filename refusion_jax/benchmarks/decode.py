@@ -6,11 +6,11 @@
   python -m refusion_jax.bench decode --size=1.7b --dtype=bfloat16 --decode.max_new_tokens=512 --batch_sizes=1
 
 Each --setup is the name of a decoder followed by its own settings, such as --setup='sequential slot_size=4'; by default
-every decoder of the system that trained the model. Settings of all of them are flags, as for generate. Without a
-checkpoint the weights are random, in the shape that --size names. For each setup it prints tokens per second, forwards,
-tokens per forward and milliseconds per forward; `bytes` of weights and cache in their dtypes (weights=int8 cache=int8);
-and `of_bandwidth`, the share of the memory bandwidth, as measured by a copy, that reading these bytes once per forward
-takes. Compilation time is printed separately.
+all decoders of the system that trained the model are measured. Settings of all setups are flags, as for generate.
+Without a checkpoint the weights are random, in the shape that --size names. For each setup it prints tokens per second,
+forwards, tokens per forward and milliseconds per forward; `bytes` of weights and cache in their dtypes (weights=int8
+cache=int8); and `of_bandwidth`, the share of the memory bandwidth, as measured by a copy, that is needed to read these
+bytes once per forward. Compilation time is printed separately.
 """
 
 import dataclasses
@@ -59,13 +59,13 @@ _DEFAULTS = {"max_new_tokens": 128}
 def define_flags(own: flags.FlagValues) -> None:
     """The flags of this benchmark."""
     number = functools.partial(flags.DEFINE_integer, flag_values=own, lower_bound=1)
-    flags.DEFINE_list("batch_sizes", ["1", "8", "32"], "Rows at once, each measured", flag_values=own)
-    number("prompts_per_row", 2, "Random prompts for every row of the batch")
+    flags.DEFINE_list("batch_sizes", ["1", "8", "32"], "Batch sizes to measure, comma-separated", flag_values=own)
+    number("prompts_per_row", 2, "Random prompts per row of the batch")
     number("prompt_length", 32, "Tokens of a random prompt")
     flags.DEFINE_string("checkpoint", None, "Trained weights; random ones by default", flag_values=own)
     flags.DEFINE_enum("size", "tiny", [*SIZES], "Shape of random weights", flag_values=own)
     dtypes = ["float32", "bfloat16"]
-    flags.DEFINE_enum("dtype", "float32", dtypes, "Of weights, cache and computation", flag_values=own)
+    flags.DEFINE_enum("dtype", "float32", dtypes, "Type of weights, cache and computation", flag_values=own)
     flags.DEFINE_string("prompts", None, "JSONL as for generate --input; random prompts by default", flag_values=own)
     flags.DEFINE_multi_string("setup", None, "A decoder and settings of its own, such as 'ar top_k=5'", flag_values=own)
     flags.DEFINE_integer("repeats", 3, "Interleaved repeats of each setup; the median counts", 1, flag_values=own)

@@ -6,17 +6,17 @@
   python -m refusion_jax.bench serve --checkpoint=runs/quickstart --clients=200 --minutes=10
 
 The checkpoint is a run on the built-in problems (configs/quickstart.py), or one step of it; without one the weights are
-random and end no answer. A real server decodes held-out problems for --clients clients, each of which asks for one
-answer after the other; once they wait for whole answers, once they read streams. Before each repeat this process
-decodes the same prompts without a server: of_decode is the rate of the server by that. Clients are threads of this
-process; on the device of the server they compute nothing, on its cores they do.
+random and never end an answer. A real server decodes held-out problems for --clients clients, each of which asks for
+one answer after the other; first they wait for whole answers, then they read streams. Before each repeat this process
+decodes the same prompts without a server: of_decode is the server's rate relative to that. Clients are threads of this
+process: they use the server's cores, but not its device.
 
-With --minutes clients of all kinds ask for that long, some of whom hang up or send what is no request: `seen` counts
-what they saw, "wrong" and "lost" included, answers being compared with those that each request gets alone; health_ms is
-how long /health takes in the meantime, and memory_mib what the server holds in each third of the time.
+With --minutes clients of all kinds send requests for that long; some hang up or send malformed requests. `seen` counts
+their outcomes, including "wrong" and "lost" answers, by comparison with the answer each request gets alone; health_ms
+is how long /health takes in the meantime, and memory_mib what the server holds in each third of the time.
 
-With --rate requests arrive at random times instead, a Poisson process, with lengths like those of ShareGPT, as streams;
-goodput is the share of them whose first text and whose tokens after it came in time.
+With --rate streamed requests arrive at random times instead (a Poisson process), with lengths like those of ShareGPT;
+goodput is the share whose first text and later tokens came in time.
 """
 
 import contextlib
@@ -54,15 +54,15 @@ def define_flags(own: flags.FlagValues) -> None:
     """The flags of this benchmark."""
     flags.DEFINE_string("checkpoint", None, "A run on the built-in problems, or one step of it", flag_values=own)
     flags.DEFINE_enum("size", "tiny", [*SIZES], "Shape of random weights, without a checkpoint", flag_values=own)
-    flags.DEFINE_list("clients", ["1", "8", "32"], "Clients at once, each measured", flag_values=own)
+    flags.DEFINE_list("clients", ["1", "8", "32"], "Numbers of clients, each measured", flag_values=own)
     flags.DEFINE_integer("requests", 400, "Requests of all clients together, each time", 1, 100_000, flag_values=own)
     flags.DEFINE_integer("rows", 8, "Rows of the server's batch", 1, 4096, flag_values=own)
     flags.DEFINE_integer("new_tokens", 32, "Tokens of an answer, at most; problems take 25", 1, 2**20, flag_values=own)
     flags.DEFINE_integer("repeats", 1, "Interleaved repeats of each; the median counts", 1, 1000, flag_values=own)
-    flags.DEFINE_float("rate", 0.0, "Requests a second that arrive at random, without --clients", 0.0, flag_values=own)
-    flags.DEFINE_float("slo_first_ms", 1000.0, "With --rate: in which the first text is wanted", 0.0, flag_values=own)
-    flags.DEFINE_float("slo_between_ms", 100.0, "With --rate: for each token after it", 0.0, flag_values=own)
-    flags.DEFINE_float("minutes", 0.0, "Ask for so long, with requests of all kinds", 0.0, flag_values=own)
+    flags.DEFINE_float("rate", 0.0, "Requests per second, at random times; not with --clients", 0.0, flag_values=own)
+    flags.DEFINE_float("slo_first_ms", 1000.0, "With --rate: target for the first text", 0.0, flag_values=own)
+    flags.DEFINE_float("slo_between_ms", 100.0, "With --rate: target for each later token", 0.0, flag_values=own)
+    flags.DEFINE_float("minutes", 0.0, "Send requests of all kinds for this long", 0.0, flag_values=own)
     method = next(iter(default_system().decoders))
     flags.DEFINE_string("setup", method, "A decoder and settings of its own", flag_values=own)
 

@@ -26,7 +26,7 @@ from refusion_jax.cli.errors import Failure, SettingError, UserError, first_line
 from refusion_jax.cli.flag_values import check_values
 from refusion_jax.cli.settings import Setting
 
-_TRACEBACK = flags.DEFINE_bool("traceback", False, "Print the full trace of what goes wrong, not only one line")
+_TRACEBACK = flags.DEFINE_bool("traceback", False, "Print the full traceback of an error, not only one line")
 HELP_FLAGS = {"--help", "-h"}
 flags.disclaim_key_flags()  # those defined here are the calling command's, and stand in its --help
 _NO = ("", "0", "false", "f", "no", "n", "off")  # as JAX reads it

@@ -34,7 +34,7 @@ class Settings:
         "", "Name of the decoder; by default the one for the system that trained the model", scope="compiled"
     )
     max_new_tokens: int = setting(
-        0, "Tokens to decode at most, rounded up to whole slots or blocks; 0: 128, or what fits", at_least=0,
+        0, "Maximum number of tokens to decode, rounded up to whole slots or blocks; 0: 128, or what fits", at_least=0,
         at_most=2**24,
     )  # fmt: skip
     temperature: float = setting(0.0, "Temperature of sampling; 0: greedy", at_least=0, at_most=1e4)
@@ -53,7 +53,7 @@ class Settings:
     )
     batch_size: int = setting(64, "Prompts decoded at once, at most", scope="batch", at_least=1, at_most=2**20)
     cache_length: int = setting(
-        0, "Tokens of prompt and answer that a row has room for; 0: as many as the longest needs", scope="batch",
+        0, "Room for prompt and answer per row, in tokens; 0: as much as the longest needs", scope="batch",
         at_least=0, at_most=2**28,
     )  # fmt: skip
     weights: str = setting(
@@ -65,8 +65,8 @@ class Settings:
         scope="compiled", choices=("same", "int8"),
     )  # fmt: skip
     head_rows: int = setting(
-        0, "Rows of the output head that are computed exactly for a token, chosen by a cheap int8 product with all; "
-        "the other tokens get probability 0; 0: all", scope="compiled", at_least=0, at_most=2**24,
+        0, "Output-head rows (vocabulary entries) computed exactly per token, chosen by a cheap int8 product with all; "
+        "the others get probability 0; 0: all", scope="compiled", at_least=0, at_most=2**24,
     )  # fmt: skip
     eos_id: int = setting(
         -1, "Id of the end-of-text token; -1: the model's own", scope="compiled", at_least=-1, below=2**31

@@ -27,6 +27,6 @@ REMAT_POLICIES: dict[str, Callable | None] = {
 }
 WITHOUT_GATHERED = jax.checkpoint_policies.save_anything_except_these_names(GATHERED)  # in place of None, with experts
 HELP = (
-    "what the backward pass computes again: none | products (keeps those with weights, and attention) | "
-    "outputs (keeps attention and mlp) | attention (keeps it) | full | offload"
+    "what the backward pass recomputes: none | products (keeps those with weights, and attention) | "
+    "outputs (keeps attention and MLP) | attention (keeps only that) | full | offload"
 )

@@ -3,13 +3,13 @@ r"""Decodes with the first layers of a model here, and the rest on a server.
   python -m refusion_jax.split device --checkpoint=runs/quickstart --key=split.pem --server=HOST:9000 --layers=1 \
       --prompt='Sort 7 3 9 1.'
 
-Prompts, answers and settings are those of `generate`. Decoders that append to a cache run on it, and nothing of theirs
-changes: with --codec=exact, and the same --weights and --cache on both sides, answers are those of the whole model.
+Prompts, answers and settings are those of `generate`. All decoders that append to a cache can be used, unchanged: with
+--codec=exact, and the same --weights and --cache on both sides, answers are those of the whole model.
 
-When the connection breaks, an answer goes on where it was. When the server comes back without its memory, unfinished
-answers are decoded anew; when it does not come back within --patience, the call ends with one line. Finished answers
-are kept in OUTPUT.partial: the same command decodes what is missing, after --auto, which measures anew, that with the
-flags that were chosen. A last line on stderr says what crossed the link.
+After a broken connection, answers continue where they were. If the server has restarted in between, unfinished answers
+are decoded again; if it does not come back within --patience, the call ends with one line. Finished answers are kept in
+OUTPUT.partial, and the same command decodes what is missing; after --auto, which would measure again, give the flags
+that it chose instead. The last line on stderr says what crossed the link.
 """
 
 import dataclasses
@@ -63,9 +63,9 @@ def define_flags(own: flags.FlagValues) -> None:
     flags.DEFINE_bool("auto", False, automatic, flag_values=own)
     flags.DEFINE_float("device_memory", 1e6, "With --auto: GiB for weights and cache", 1e-6, flag_values=own)
     flags.DEFINE_float("latency", 1e6, "With --auto: seconds that an answer may take", 1e-6, flag_values=own)
-    codecs = "Hidden states on the link: exact; int8; adaptive: as few bits as keep an error of 0.2 root mean squares"
+    codecs = "Hidden states on the link: exact, int8, or as few bits as keep the error within 0.2 times their RMS"
     flags.DEFINE_enum("codec", "exact", [*CODECS], codecs, flag_values=own)
-    flags.DEFINE_float("patience", 60.0, "Seconds in which a lost server must be back", 1, 86400, flag_values=own)
+    flags.DEFINE_float("patience", 60.0, "Seconds to wait for a lost server to come back", 1, 86400, flag_values=own)
     text("prompt", None, "One prompt, instead of --input", allow_overwrite=False)
     text("input", None, "JSONL file of prompts", allow_overwrite=False)
     text("output", None, "JSONL file of answers; stdout by default")

@@ -20,11 +20,11 @@ _GIB = 2**30
 _LAYERS = 1024  # each has some hundred candidates
 # Of the flags: what each is for, the value that it has unless it is given, and the least.
 FLAGS = {
-    "device_memory": (None, "GiB of the device for weights and cache", 1e-6),
+    "device_memory": (None, "GiB of memory on the device for weights and cache", 1e-6),
     "device_flops": (None, "GFLOP/s that the device reaches", 1e-6),
     "server": (None, "GFLOP/s that the server reaches", 1e-6),
     "bandwidth": (None, "Mbit/s of the link between them", 1e-6),
-    "rtt": (None, "Milliseconds of its round trip", 0.0),
+    "rtt": (None, "Milliseconds of the link's round trip", 0.0),
     "latency": (1e6, "Seconds that an answer may take", 1e-6),
     "prompt_tokens": (32.0, "Tokens of a prompt", 1.0),
     "max_new_tokens": (128.0, "Tokens of an answer", 1.0),

@@ -3,8 +3,8 @@
   python -m refusion_jax.split server --checkpoint=runs/quickstart --key=split.pem --port=9000
 
 Each device says how many layers it has, and how hidden states cross the link; the layers after those are loaded when
-the first such device comes. Only holders of --key are listened to. The server ends on SIGINT or SIGTERM; devices that
-find it again within their --patience decode their unfinished answers anew.
+the first such device connects. Only holders of --key can connect. The server ends on SIGINT or SIGTERM; devices that
+reach it again within their --patience decode their unfinished answers again.
 """
 
 import functools
@@ -39,10 +39,10 @@ def define_shared(own: flags.FlagValues) -> None:
     text("checkpoint", None, command.CHECKPOINT)
     text("key", None, "PEM file of a private key and its self-signed certificate, the same on both machines")
     choices = ["same", "int8", "int4"]
-    for name, what in (("weights", "Weights"), ("cache", "Keys and values")):
-        flags.DEFINE_enum(name, "same", choices, f"{what} of this side's layers: same (as --dtype)", flag_values=own)
+    for name, what in (("weights", "weights"), ("cache", "keys and values")):
+        flags.DEFINE_enum(name, "same", choices, f"Type of this side's {what}; same: as --dtype", flag_values=own)
     dtypes = ["float32", "bfloat16"]
-    flags.DEFINE_enum("dtype", "float32", dtypes, "Of weights, cache and computation", flag_values=own)
+    flags.DEFINE_enum("dtype", "float32", dtypes, "Type of weights, cache and computation", flag_values=own)
     text("compilation_cache", None, command.COMPILED)
 
 

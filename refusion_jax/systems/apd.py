@@ -60,7 +60,7 @@ class CheckedSettings(shared.Settings):
     drafter_weight: float = setting(
         0.6, "Weight of the drafting model's logits in the target; the verifier has the rest", at_least=0, at_most=1
     )
-    lookahead: int = setting(200, "Places that are drafted at once", scope="compiled", at_least=1, at_most=2**24)
+    lookahead: int = setting(200, "Positions drafted at once", scope="compiled", at_least=1, at_most=2**24)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -87,7 +87,7 @@ class ComplementaryMasks(Objective):
     coefficients: ClassVar[dict[str, float]] = {"mdm": 1.0}
     streams: ClassVar[int] = 3  # two noisy copies and the text
 
-    block_size: int = setting(_BLOCK, "tokens that are denoised together", at_least=1, at_most=4096)
+    block_size: int = setting(_BLOCK, "tokens denoised together", at_least=1, at_most=4096)
 
     @property
     def pattern(self) -> ComplementaryBlocks:
@@ -126,7 +126,7 @@ class BlockSizeSettings(shared.Settings):
     """What all decoders that go block by block let choose."""
 
     block_size: int = setting(
-        0, f"Tokens that are denoised together; 0: as the model was trained, or {_BLOCK} if unknown",
+        0, f"Tokens denoised together; 0: as the model was trained, or {_BLOCK} if unknown",
         scope="compiled", at_least=0, at_most=4096,
     )  # fmt: skip
 

@@ -39,7 +39,7 @@ class ConvSettings(masked.MaskedSettings):
 
     steps: int = setting(0, "Passes for an answer of max_new_tokens; 0: one per token", at_least=0, at_most=2**24)
     conv_window: int = setting(
-        512, "Places around a mask in which known tokens raise its confidence", at_least=1, at_most=2**24
+        512, "Positions around a mask in which known tokens raise its confidence", at_least=1, at_most=2**24
     )
 
     @classmethod

@@ -75,8 +75,8 @@ class DraftBlocks(Objective):
     coefficients: ClassVar[dict[str, float]] = {"mdm": 1.0}
     streams: ClassVar[int] = 2  # blocks and the text
 
-    reads: str = setting("", "run or model that is drafted for: the drafter reads its hidden states")
-    draft_length: int = setting(7, "tokens of a block: drafts that are learnt", at_least=1, at_most=4096)
+    reads: str = setting("", "run or model to draft for, whose hidden states the drafter reads")
+    draft_length: int = setting(7, "tokens of a block, learnt and drafted at once", at_least=1, at_most=4096)
 
     @property
     def pattern(self) -> CausalStreams:

@@ -56,9 +56,8 @@ class MaskedDiffusion(Objective):
 
     padding: float = PADDING()
     shuffle: bool = setting(
-        False, "whether documents of a row are put into a random order before some are replaced by padding: the "
-        "longest, which stand first, are then padded as the others are, and a model learns where they end, in more "
-        "steps",
+        False, "shuffle the documents of a row before some are replaced by padding, so that the longest, which come "
+        "first, are replaced as often as others: a model learns where they end, but needs more steps",
     )  # fmt: skip
 
     def corrupt(self, rows: Rows, keys: Key[Array, "B"]) -> Batch:
@@ -91,7 +90,7 @@ class DiffusionSettings(masked.MaskedSettings):
     )
 
     merge: int = setting(
-        1, "Only one of this many masks after the block is fed: fewer tokens per forward, an approximation",
+        1, "Feed only one of this many masks after the block: fewer tokens per forward, but an approximation",
         scope="compiled", at_least=1, at_most=2**24,
     )  # fmt: skip
 

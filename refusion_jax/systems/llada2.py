@@ -58,10 +58,10 @@ class EditSettings(block_diffusion.BlockSizeSettings):
 
     threshold: float = setting(0.7, "Tokens more probable than this are revealed", at_least=0, at_most=1)
     editing_threshold: float = setting(
-        0.5, "Tokens more probable than this replace others that are written in the block", at_least=0, at_most=1
+        0.5, "Tokens more probable than this replace other tokens already in the block", at_least=0, at_most=1
     )
     max_post_steps: int = setting(
-        16, "Forward passes that may edit a block after its last mask, at most", at_least=0, at_most=4096
+        16, "Forward passes, at most, that may edit a block after its last mask is revealed", at_least=0, at_most=4096
     )
 
     @classmethod

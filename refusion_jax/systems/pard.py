@@ -46,7 +46,7 @@ class DraftedSettings(shared.Settings):
     auxiliary_models = {"drafter": {"objective": "idlm", "idlm.block_size": 7, "model.num_hidden_layers": 1}}
 
     drafter: str = setting("", "Run of a smaller `idlm` model with the same tokenizer, which drafts", scope="compiled")
-    draft_length: int = setting(7, "Tokens that are drafted at once", scope="compiled", at_least=1, at_most=4096)
+    draft_length: int = setting(7, "Tokens drafted at once", scope="compiled", at_least=1, at_most=4096)
 
     @classmethod
     def operating_points(cls, new_tokens: int, trained: Mapping[str, Any]) -> list[dict[str, Any]]:

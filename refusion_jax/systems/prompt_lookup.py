@@ -42,8 +42,8 @@ from refusion_jax.systems.interface import System
 class LookupSettings(shared.Settings):
     """How to decode a left-to-right model with drafts from the text."""
 
-    draft_length: int = setting(7, "Tokens that are drafted at once", scope="compiled", at_least=1, at_most=4096)
-    ngram: int = setting(3, "Last tokens that are looked up, at most", scope="compiled", at_least=1, at_most=64)
+    draft_length: int = setting(7, "Tokens drafted at once", scope="compiled", at_least=1, at_most=4096)
+    ngram: int = setting(3, "Last tokens to look up, at most", scope="compiled", at_least=1, at_most=64)
 
     @classmethod
     def operating_points(cls, new_tokens: int, trained: Mapping[str, Any]) -> list[dict[str, Any]]:

@@ -23,7 +23,7 @@ from refusion_jax.systems.interface import System
 class BlockSettings(block_diffusion.BlockSettings):
     """How to decode block by block."""
 
-    sub_block: int = setting(4096, "Tokens of a sub-block; a block is decoded as a whole", at_least=1, at_most=4096)
+    sub_block: int = setting(4096, "Tokens of a sub-block; by default the whole block", at_least=1, at_most=4096)
     threshold: float = setting(0.85, "Tokens more probable than this are revealed", at_least=0, at_most=1)
 
     @classmethod

@@ -101,12 +101,12 @@ class ReorderedBlocks(Objective):
 class WindowSettings(shared.Settings):
     """How to decode in a sliding window."""
 
-    window: int = setting(16, "Places that are decoded at once", scope="compiled", at_least=1, at_most=4096)
+    window: int = setting(16, "Positions decoded at once", scope="compiled", at_least=1, at_most=4096)
     entropy_threshold: float = setting(
         0.4, "Masks with less entropy (in nats) than this are filled together", at_least=0, at_most=1e4
     )
     distance_penalty: float = setting(
-        0.02, "Added to the entropy of a mask for every place after the first one", at_least=0, at_most=1e4
+        0.02, "Added to the entropy of a mask for each position after the first mask", at_least=0, at_most=1e4
     )
 
     @classmethod

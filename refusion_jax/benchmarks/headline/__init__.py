@@ -4,11 +4,10 @@
   python -m refusion_jax.bench headline --budget=small --output=runs/small --systems=refusion,ar,llada
   python -m refusion_jax.bench headline --budget=small --output=runs/small --seeds=1 --notune
 
-Trains each system (configs/headline.py:BUDGET; `small` uses three seeds, after short runs that choose the learning
-rate, until the best one lies between worse ones), and drafters or verifiers for the decoders that need one
-(`Settings.auxiliary_models`), decodes held-out problems of twelve families at every operating point of every decoder
-(`Settings.operating_points`), one prompt and sixteen prompts at a time, scores the settings that this chooses on other
-problems, and writes to DIR:
+Trains each system (configs/headline.py:BUDGET; `small` uses three seeds, after short runs that choose a learning rate
+with worse ones on both sides), and drafters or verifiers for the decoders that need one (`Settings.auxiliary_models`);
+decodes held-out problems of twelve families at every operating point of every decoder (`Settings.operating_points`),
+one prompt and sixteen prompts at a time; scores the chosen settings on other problems; and writes to DIR:
 
   results.json   the figures, with machine, versions, commit and the command of every run; and estimates of the same
                  decoding with 8B parameters on TPUs
@@ -18,12 +17,12 @@ problems, and writes to DIR:
   plots/*.svg    accuracy against tokens per forward and tokens per second, loss and bits per byte against tokens, the
                  estimates against the batch size; they need pip install -e '.[plots]'
 
-Started again with the same flags, it resumes; with more seeds or systems, it adds theirs, and --systems=NAME:1 trains a
-single seed of NAME, and --systems=NAME:1:RATE one at a learning rate that is known, such as from an earlier comparison.
-`tiny` is a smoke test of half an hour on two CPU cores, too small for conclusions; `small`
-takes hours there; `gpu` trains 54 M parameters on a GPU. --adapt_from=NAME also trains every other system for half the
-steps from what NAME has learnt in the other half, as released models are adapted. --speed_proxy=640x12, the default of
-`small`, also checks the papers' claims about speed at the cost of 59 M parameters, which do not fit in a CPU's cache.
+Started again with the same flags, it resumes; with more seeds or systems, it adds theirs. --systems=NAME:1 trains a
+single seed of NAME, --systems=NAME:1:RATE at a known learning rate, such as from an earlier comparison. `tiny` is a
+smoke test of half an hour on two CPU cores, too small for conclusions; `small` takes hours there; `gpu` trains 54 M
+parameters on a GPU. --adapt_from=NAME also trains every other system for the second half of the steps, from NAME's
+weights after the first, as released models are adapted. --speed_proxy=640x12, the default of `small`, also checks the
+papers' claims about speed at the cost of 59 M parameters, which do not fit in a CPU's cache.
 """
 
 import contextlib
@@ -53,12 +52,12 @@ _MOST_SEEDS = 100
 
 def define_flags(own: flags.FlagValues) -> None:
     """The flags of this benchmark."""
-    flags.DEFINE_enum("budget", "tiny", [*BUDGETS], "How much is spent", flag_values=own)
-    flags.DEFINE_string("output", None, "Directory of the comparison: made, or gone on with", flag_values=own)
+    flags.DEFINE_enum("budget", "tiny", [*BUDGETS], "Size of the experiment", flag_values=own)
+    flags.DEFINE_string("output", None, "Directory of the comparison: created or continued", flag_values=own)
     seeds = {"lower_bound": 1, "upper_bound": _MOST_SEEDS, "flag_values": own}
-    flags.DEFINE_integer("seeds", None, "Runs of each system, in place of the budget's number", **seeds)
+    flags.DEFINE_integer("seeds", None, "Runs of each system, instead of the budget's number", **seeds)
     flags.DEFINE_bool("tune", True, "Try the budget's learning rates; --notune takes the config's", flag_values=own)
-    which = "Which systems, with commas between; all by default. NAME:N trains N seeds of one instead of --seeds, "
+    which = "Which systems, comma-separated; all by default. NAME:N trains N seeds of NAME instead of --seeds, "
     which += "NAME:N:RATE at this learning rate, without trying any"
     flags.DEFINE_list("systems", [], which, flag_values=own)
     adapted = "Also adapt the other systems from this one, halfway through its training, for the other half"

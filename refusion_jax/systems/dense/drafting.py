@@ -61,9 +61,8 @@ class DraftSettings(shared.Settings):
 
     slot_size: int = setting(8, "Tokens per slot", scope="compiled", at_least=1, at_most=4096)
     fed_tokens: int = setting(
-        0, "Tokens of each row in a forward pass, at most: those of 2, 3 or 6 slots, which are drafts and the "
-        "masks after one or two prefixes of them; with fewer it writes one token at a time; 0: what pays on this "
-        "device. The text is always the same",
+        0, "Tokens computed per row and forward pass, at most: 2, 3 or 6 slots of drafts and masks; with fewer than 2 "
+        "slots it writes one token at a time; 0: whatever is fastest on this device. The text is always the same",
         scope="compiled", at_least=0, at_most=2**16,
     )  # fmt: skip
 

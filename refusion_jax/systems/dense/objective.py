@@ -60,7 +60,7 @@ class DenseSlots(Objective):
 
     sizes: tuple[int, ...] = setting((4, 8), "slot sizes, drawn uniformly per document", at_least=1, at_most=1024)
     text_order: float = setting(
-        0.5, "probability that the slots of a document stand in the order of the text, not in a random one",
+        0.5, "probability that the slots of a document are in text order rather than in random order",
         at_least=0, at_most=1,
     )  # fmt: skip
     copies: float = setting(

@@ -36,17 +36,17 @@ class SlotSettings(_Slots):
         at_most=2**20,
     )  # fmt: skip
     slot_threshold: float = setting(
-        0.9, "Slots with a first token more probable than this are chosen", at_least=0, at_most=1
+        0.9, "Slots whose first token is more probable than this are chosen", at_least=0, at_most=1
     )
     order: str = setting(
-        CONFIDENCE, "Which slots are chosen, as many as slot_threshold says, one at least: 'confidence', those with "
+        CONFIDENCE, "Which slots are chosen, as many as pass slot_threshold, at least one: 'confidence', those with "
         "the most probable first tokens; 'left_to_right', the next in the text; 'random', the next in an order that is "
         "drawn for each prompt, by seed",
         choices=ORDERS,
     )  # fmt: skip
     token_threshold: float = setting(
         -1.0, "With infill=threshold: drafted tokens more probable than this are accepted; -1: 0.9. "
-        "If it is given, infill=auto is threshold", at_least=-1, at_most=1,
+        "If given, infill=auto means threshold", at_least=-1, at_most=1,
     )  # fmt: skip
     infill: str = setting(
         AUTO, "How drafts become text: 'threshold', the authors' algorithm, accepts those above token_threshold and "
@@ -59,7 +59,7 @@ class SlotSettings(_Slots):
         "and the next token; 0: always the next token, 1: always the draft", at_least=0, at_most=1,
     )  # fmt: skip
     speculate: str = setting(
-        AUTO, "Tokens up to which a forward pass speculates, in each shard of the rows: the same text in fewer passes. "
+        AUTO, "Tokens per forward pass and shard of rows up to which it speculates: the same text in fewer passes. "
         "'auto': as many as save time on this device; 0: no speculation",
         choices=(AUTO,), or_number=True,
     )  # fmt: skip
