@@ -65,7 +65,7 @@ class CheckedSettings(shared.Settings):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DraftAndAgree(Continuer):
-    """The decoder with its compiled sizes; the cache is the verifier's, of all tokens but the last."""
+    """Commits drafts that the verifier agrees with; the cache is the verifier's, of all tokens but the last."""
 
     settings: ClassVar[type[CheckedSettings]] = CheckedSettings
 

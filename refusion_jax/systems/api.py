@@ -30,7 +30,7 @@ _NO_STOPS = Stops(())
 
 
 def DecodeSettings(method: str = "", **settings: Any) -> Settings:  # noqa: N802  it stands for the class of each decoder
-    """The settings of a decoder; by default of the first one of the default system.
+    """The settings of a decoder, by default of the first decoder of the default system.
 
     The same keywords may be used for several decoders: settings that only other decoders have are checked and dropped.
 
@@ -38,7 +38,7 @@ def DecodeSettings(method: str = "", **settings: Any) -> Settings:  # noqa: N802
       SettingError: for a setting that no decoder has, or an impossible value.
     """
     method = method or next(iter(default_system().decoders))
-    # What numpy and JAX compute are numbers of theirs, of which a decoder could not be compiled.
+    # Decoders cannot be compiled for scalars of numpy or JAX, only for Python's.
     settings = {name: x.item() if getattr(x, "shape", None) == () else x for name, x in settings.items()}
     own, every = find_decoder(method).settings, all_settings()
     for name in [name for name in settings if name not in declared(own)]:
@@ -49,7 +49,7 @@ def DecodeSettings(method: str = "", **settings: Any) -> Settings:  # noqa: N802
 
 
 def all_settings() -> dict[str, Setting]:
-    """The settings of all decoders by name; the help tells which decoders have one, and what it is to each."""
+    """The settings of all decoders by name; their help says which decoders have them, and what they mean there."""
     found: dict[str, dict[str, Setting]] = {}
     for method, decoder in decoders().items():
         for name, own in declared(decoder.settings).items():
@@ -58,7 +58,7 @@ def all_settings() -> dict[str, Setting]:
 
 
 def _joined(by_method: dict[str, Setting]) -> Setting:
-    """The setting of the first of some decoders, with the help of all of them."""
+    """The first decoder's setting, with the help texts of all decoders in one."""
     first, methods_of = next(iter(by_method.values())), collections.defaultdict(list)
     for method, own in sorted(by_method.items(), key=lambda item: item[1].default == first.default):
         default = "" if own.default == first.default else f" (default: {own.default})"
@@ -78,7 +78,7 @@ def own_settings(method: str, given: Mapping[str, Any]) -> Settings:
 
 
 def read_settings(pairs: Sequence[str], flag: str) -> dict[str, Any]:
-    """Settings from NAME=VALUE pairs, given by `flag`; UserError for another name, or a value of the wrong type."""
+    """Settings from NAME=VALUE pairs, given by `flag`; UserError for an unknown name or a value of the wrong type."""
     known, settings = all_settings(), {}
     for pair in pairs:
         name, _, text = pair.partition("=")
@@ -113,12 +113,12 @@ def decode(model: Transformer, prompts: Sequence[Sequence[int] | Request], setti
     whatever their thresholds, temperature, seed and prompts.
 
     Args:
-      model: from `load_model`; with auxiliary ones if the decoder needs them (`with_auxiliaries`).
+      model: from `load_model`; with auxiliary models if the decoder needs them (`with_auxiliaries`).
       prompts: token ids, at least one each; or requests, for templates with gaps.
       settings: from `DecodeSettings`.
 
     Raises:
-      UserError: where a prompt is empty, has an id outside the vocabulary, or does not fit into the cache.
+      UserError: if a prompt is empty, has an id outside the vocabulary, or does not fit into the cache.
     """
     check_made("model", model, Transformer, "load_model")
     requests = prepare(prompts, settings, model.config)
@@ -140,7 +140,7 @@ def stream(
     Their settings name the decoder and the batch size; `watch`, `every` and `record` are those of `queue.stream`.
 
     Args:
-      decoder: with compiled sizes that several calls share; by default that of `decoder_for`.
+      decoder: one whose compiled sizes several calls share; by default that of `decoder_for`.
     """
     settings = requests[0].settings
     check_auxiliaries(model, settings)
@@ -150,7 +150,7 @@ def stream(
 
 
 def as_decoded(model: Transformer, settings: Settings) -> Transformer:
-    """The model in the precision, with the output head and in the layout that it is decoded with."""
+    """The model with the precision, output head and memory layout for decoding."""
     model = for_one_cpu(model, settings.weights).rounded(settings.weights, settings.cache)
     return model.with_head_rows(settings.head_rows)
 
@@ -158,7 +158,7 @@ def as_decoded(model: Transformer, settings: Settings) -> Transformer:
 def play(
     model: Transformer, requests: Sequence[Request], tokenizer: Tokenizer | None, name: str, stops: Stops = _NO_STOPS
 ) -> Decodings:
-    """Decodes requests from `prepare` for a page, under the name of the system there; see `stream`."""
+    """Decodes requests from `prepare` for the player's page, which calls the system `name`; see `stream`."""
     decodings = Decodings(name, tokenizer)
     for at, answer in stream(model, requests, record=decodings.record):
         kept = to_record(at, answer, tokenizer, stops)["tokens"]
@@ -169,8 +169,8 @@ def play(
 def decoder_for(requests: Sequence[Request], model: ModelConfig) -> Decoder:
     """The decoder that the settings of the requests name, with the smallest sizes that serve them.
 
-    For requests with grammars it is one that follows them, on the models of the named one. UserError where it cannot
-    serve them together.
+    For requests with grammars it is a decoder that follows them, for the same models. UserError if it cannot serve the
+    requests together.
     """
     settings = requests[0].settings
     decoder = find_decoder(settings.method)

@@ -51,19 +51,19 @@ class NextToken(Objective):
 
 @struct.dataclass
 class State(Continuation):
-    """The state of the decoding loop."""
+    """A cached text and its last token."""
 
     last: Int32[Array, "B"]  # the last token, not in the cache yet
 
 
 class LeftToRight(Continuer):
-    """The decoder with its compiled sizes."""
+    """Commits one token per forward."""
 
     next_token: ClassVar[str] = LAST_TOKEN
 
     @classmethod
     def width_for(cls, requests: Sequence[Request]) -> int:
-        """N: the last token and, of decoders that verify them, the drafts."""
+        """N: the last token and, in decoders that verify drafts, those."""
         return 1 + requests[0].settings.draft_length
 
     def init(self, model: Transformer, layout: Layout, keys: Key[Array, "B"]) -> State:
@@ -87,7 +87,7 @@ class Speculative(LeftToRight):
     """The base of decoders whose drafts the model verifies; they say where drafts come from."""
 
     def draw_drafts(self, s: Continuation, logits: Array) -> tuple[Array, Array]:
-        """(drafts of the next tokens, [B, M], from a drafter's logits; what each was drawn from, [B, M, V])."""
+        """(drafts of the next tokens, [B, M], from a drafter's logits; the distributions they come from, [B, M, V])."""
         places = self.next_places(s)[:, :-1]
         _, choosable = mask_logits(logits, s.places.may_end(places), self.ids)
         q = sampling.distribution(choosable, s.settings)
@@ -110,10 +110,10 @@ class Speculative(LeftToRight):
 
 
 def reference(model: Transformer, request: Request) -> dict:
-    """One token per forward in plain Python: one request, no cache, greedy. What is given, then the gaps in text order.
+    """One token per forward in plain Python: one request, no cache, greedy. Gaps are filled in text order.
 
-    A token is predicted by the one before it in the text if that was committed last, otherwise (where a decoder fills
-    gaps) by a mask. Both see all that was committed.
+    A token is predicted by the one before it in the text if that was committed last, otherwise (in decoders that fill
+    gaps) by a mask. Both see all committed tokens.
     """
     plain = ReferenceDecoder(model, request)
     for place in plain.places:
@@ -137,7 +137,7 @@ def scoring_forward(text: ScoredText) -> ScoredTokens:
     )
 
 
-SCORING = Scoring(scoring_forward, needs_prompt=True)  # also where a decoder writes what these models write
+SCORING = Scoring(scoring_forward, needs_prompt=True)  # also for decoders that write the same text
 
 SYSTEM = System(
     name="ar",

@@ -31,9 +31,9 @@ we have read: masks and complementary copies, shift and mean. The authors give e
 both share one, which is the same loss with 3 T tokens instead of 4 T. They pad every example with masks to whole
 blocks. Here rows are packed: a noisy block belongs to the document of its first token; after the end of that document
 it holds repeats of the EOS in place of the next document, whose labels in this block are lost. They are masked and
-predicted like others, because a decoder fills them before it knows where the text ends; after a text that was cut, and
+predicted like others, because a decoder fills them before it knows where the text ends; after a truncated text, which
 has no EOS, the block is empty. Blocks are counted from the start of the row, so the documents of a row are shuffled:
-packed by length, their places would tell it.
+otherwise, as they are packed by length, their places in the row would give away their lengths.
 Their approximate cache inside a block, off by default, is left out. Places after a revealed EOS are not decoded, but
 fed as masks.
 
@@ -104,7 +104,7 @@ class ComplementaryMasks(Objective):
         is_own = rows.segment_ids == owner
         source = jax.lax.cummax(jnp.where(is_own, index, 0), axis=1)  # after the owner's end: its last token
         tokens, is_response = (jnp.take_along_axis(x, source, axis=1) for x in (rows.tokens, rows.is_response))
-        owner = jnp.where(is_own | (tokens == self.eos_id), owner, 0)  # nobody's after a text that was cut
+        owner = jnp.where(is_own | (tokens == self.eos_id), owner, 0)  # no document's after a truncated text
         is_response &= owner > 0
         masked = [is_response & side for side in (u < p, u >= p)]
         # Masked token n is labelled at n - 1, if that belongs to the same document.
@@ -123,7 +123,7 @@ class ComplementaryMasks(Objective):
 
 @dataclasses.dataclass(frozen=True)
 class BlockSizeSettings(shared.Settings):
-    """What all decoders that go block by block let choose."""
+    """Settings of all decoders that go block by block."""
 
     block_size: int = setting(
         0, f"Tokens denoised together; 0: as the model was trained, or {_BLOCK} if unknown",
@@ -153,11 +153,11 @@ class BlockSettings(BlockSizeSettings):
 
 
 class BlockByBlock(Continuer):
-    """The decoder with its compiled sizes."""
+    """Reveals one block after the other."""
 
     settings: ClassVar[type[BlockSettings]] = BlockSettings
     typical: ClassVar[dict[float, float]] = {16.0: 3.24}
-    shift: ClassVar[int] = 1  # a token is predicted so many places before it
+    shift: ClassVar[int] = 1  # how many places before a token it is predicted
 
     @classmethod
     def for_requests(cls, requests: Sequence[Request], model: ModelConfig) -> Self:
@@ -177,14 +177,14 @@ class BlockByBlock(Continuer):
         return math.lcm(super().prefix_block, self.width)
 
     def init(self, model: Transformer, layout: Layout, keys: Key[Array, "B"]) -> FilledText:
-        """The initial state: prompts are cached in whole blocks, except the one that predicts the first new token."""
+        """The initial state: prompts are cached in whole blocks, except the block that predicts the first new token."""
         given, K = layout.given, self.width
         entries = kv.prefill(model, given, self.chunk, block_size=K).entries
         cache = kv.Cache(entries, (given.length - self.shift) // K * K)
         return FilledText.start_text(layout, keys, K, self.ids.mask_id, cache=cache)
 
     def look(self, model: Transformer, s: FilledText) -> tuple[Array, Array, Array, kv.Cache]:
-        """One forward pass over each row's block: its places, what was fed, the logits, the cache."""
+        """One forward pass over each row's block: (its places, the fed tokens, their logits, the cache)."""
         at = s.cache.length[:, None] + jnp.arange(self.width)[None]  # [B, K]
         fed = jnp.where(at < s.length[:, None], jnp.take_along_axis(s.text, at, axis=1), self.ids.mask_id)
         logits, cache = kv.extend(model, s.cache, fed, at, jnp.ones((1, self.width, self.width), bool))

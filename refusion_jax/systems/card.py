@@ -123,13 +123,13 @@ class PassSettings(shared.Settings):
 
 @struct.dataclass
 class State(FilledText):
-    """The state of the decoding loop."""
+    """The text, and the passes over each row's block."""
 
     passed: Int32[Array, "B"]  # forward passes over this block's masks
 
 
 class CausalBlocks(Continuer):
-    """The decoder with its compiled sizes."""
+    """Fills causal blocks, in a few passes each."""
 
     settings: ClassVar[type[PassSettings]] = PassSettings
     typical: ClassVar[dict[float, float]] = {16.0: 4.66}

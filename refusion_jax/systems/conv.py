@@ -49,13 +49,13 @@ class ConvSettings(masked.MaskedSettings):
 
 
 class Convolve(masked.OnSchedule):
-    """The decoder with its compiled sizes."""
+    """Commits masks near known tokens first."""
 
     settings: ClassVar[type[ConvSettings]] = ConvSettings
 
     def confidence_of(self, s: masked.MaskedText, w: masked.Window, proposal: masked.Proposal) -> Float32[Array, "B N"]:
         """The probability of the token times tanh(r)."""
-        # Of the text, all but what is left to decode: what is given may hold mask tokens, too.
+        # All of the text except what is left to decode: given text may hold mask tokens, too.
         into = jnp.where(w.masked, w.position, s.text.shape[1])
         is_left = put(jnp.zeros_like(s.text), into, jnp.ones_like(into)) > 0
         is_known = (row_index(s.text) < s.length[:, None]) & ~is_left

@@ -56,7 +56,7 @@ from refusion_jax.systems import masked
 from refusion_jax.systems.interface import Objective, System
 
 _BLOCK = 16  # as in the paper
-_IN_FLIGHT = 4  # blocks of one forward pass, at most
+_IN_FLIGHT = 4  # most blocks of one forward pass
 _OPEN_AT, _FORCE_AT = 0.1, 0.95  # committed shares of the block before, as in the paper
 
 
@@ -140,7 +140,7 @@ class PipelineSettings(shared.Settings):
 
 @struct.dataclass
 class State(masked.MaskedText):
-    """The state of the decoding loop."""
+    """The text, a cache, and the number of open blocks."""
 
     cache: kv.Cache  # of the prompt and of leading blocks without masks
     opened: Int32[Array, "B"]  # blocks opened so far
@@ -148,7 +148,7 @@ class State(masked.MaskedText):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Pipeline(Decoder):
-    """The decoder with its compiled sizes: F is the width, C + F the length of the cache."""
+    """Fills several blocks at once; F is the width, C + F the length of the cache."""
 
     settings: ClassVar[type[PipelineSettings]] = PipelineSettings
     fills_gaps: ClassVar[bool] = False  # the model does not see the text after a gap

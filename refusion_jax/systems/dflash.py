@@ -2,8 +2,8 @@
 hidden states of the left-to-right model that it drafts for.
 
 The drafter (`--decode.drafter=RUN`), of a layer or two, is fed the last token and M - 1 masks, and drafts the M tokens
-that follow in one forward pass. Of the text before it sees each token with the model's hidden state there, of which the
-output head makes the next token. The model verifies the drafts by the rule of speculative sampling: greedy, the text is
+that follow in one forward pass. In the text before, it sees each token together with the hidden state from which the
+model predicts the next token. The model verifies the drafts by the rule of speculative sampling: greedy, the text is
 that of `ar`, token by token; with a temperature it has the same distribution, whatever the drafter. Example with three
 drafts, of which the last two are refused in the first round; p and q were given, and capitals are tokens with hidden
 states:
@@ -35,8 +35,8 @@ of a token and masks, the model's hidden states of the text, blocks from the sta
 of several layers and no tokens, ours the last ones and the tokens (without them 3.19 tokens per forward, not 3.71, on
 the problems of benchmarks/results/dense.md). Theirs shares embedding and output head with the model, ours has its own.
 Masks of theirs predict their own token and see the later masks, too; ours predict the next token and are causal, so
-that fewer drafts are the first ones of a longer block. Our choice: a document begins with its token, wherever its block
-does. Left out: weights that fall along a block.
+that a shorter block drafts the same tokens as the start of a longer one. Our choice: the first token of a document is
+never a mask, even inside a block. Left out: weights that fall along a block.
 
 Axes: B rows, T row length or tokens of a forward pass, M drafts, D hidden size, V vocabulary.
 """
@@ -111,7 +111,7 @@ class WithDrafter(Wrapper):
     def extend_hidden(
         self, tokens: Int32[Array, "B T"], positions: Int32[Array, "B T"], *seen: Any
     ) -> tuple[Float[Array, "B T D"], KeyValues]:
-        """As of the model; keys and values are also those that the drafter makes of the hidden states."""
+        """As in the model, with the keys and values that the drafter computes from the hidden states added."""
         x, new = self.model.extend_hidden(tokens, positions, *seen)
         return x, _stacked(new, self._through_drafter(self.drafter.embedded_with(tokens, x), positions, *seen)[1])
 
@@ -144,7 +144,7 @@ class ReadingSettings(pard.DraftedSettings):
 
 
 class ReadAndDraft(ar.Speculative):
-    """The decoder with its compiled sizes."""
+    """Verifies what such a drafter drafts."""
 
     settings: ClassVar[type[ReadingSettings]] = ReadingSettings
 

@@ -88,7 +88,7 @@ def cart_weights(is_clean: Bool[Array, "B T"], segment_ids: Int32[Array, "B T"],
 
 
 def schedule(masks: int, steps: int) -> tuple[int, ...]:
-    """The number of commits of each step, for so many masks; steps without commits are left out."""
+    """The number of commits of each step for a text of `masks` masks; steps without commits are left out."""
     times, left, counts = [1 - i / steps * (1 - LAST_TIME) for i in range(steps + 1)], masks, []
     for i in range(steps):
         counts.append(left if i == steps - 1 else int(left * (1 - times[i + 1] / times[i])))
@@ -115,7 +115,7 @@ class DreamSettings(masked.MaskedSettings):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DenoiseOnSchedule(masked.OnSchedule):
-    """The decoder with its compiled sizes."""
+    """Commits masks on Dream's schedule of times."""
 
     settings: ClassVar[type[DreamSettings]] = DreamSettings
     always_shifted: ClassVar[bool] = True

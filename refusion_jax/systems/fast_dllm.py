@@ -18,7 +18,7 @@ store that), the first forward pass of a block also commits the first token of t
 not fed again.
 
 From the paper and the authors' code: caches, threshold, blocks of 32, that first token. Left out: their other rule, by
-`factor`, under which surer tokens are committed in larger numbers. Our choices: a forward pass of a batch runs either
+`factor`, which commits more tokens the more confident they are. Our choices: a forward pass of a batch runs either
 over whole texts, for rows that begin a block, or over blocks, for the other rows; `dual` reorders the kept entries so
 that the block's own, which no later forward pass reads, are left out; a row ends once all places up to an EOS are
 committed; mask and padding are never chosen.
@@ -71,14 +71,14 @@ class FastSettings(masked.MaskedSettings):
 
 @struct.dataclass
 class State(masked.MaskedText):
-    """The state of the decoding loop."""
+    """The text, and its kept keys and values."""
 
     entries: KeyValues  # C entries of each row; a leading part is valid
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class BlockCache(masked.MaskedDecoder):
-    """The decoder with its compiled sizes."""
+    """Fills blocks on kept keys and values."""
 
     settings: ClassVar[type[FastSettings]] = FastSettings
     fills_gaps: ClassVar[bool] = False  # the places that are fed must be contiguous
@@ -96,7 +96,7 @@ class BlockCache(masked.MaskedDecoder):
         return State.start_text(layout, keys, self.block_length, self.ids.mask_id, entries=entries)
 
     def chosen(self, s: State, w: masked.Window, proposal: masked.Proposal) -> Bool[Array, "B K"]:
-        """The masks that are sure enough, at least the most probable one."""
+        """The masks that reach the threshold, at least the most probable one."""
         p = proposal.probability
         return w.masked & ((p >= s.settings.threshold[:, None]) | (masked.ranks(p, w) == 0))
 
@@ -105,10 +105,10 @@ class BlockCache(masked.MaskedDecoder):
         if self.reuse == "none":
             return super().step(model, s)
         w, left = self.window(s), s.places.count - s.block_start(self.ids.mask_id)
-        # A row begins a block where nothing of it is committed yet.
+        # A row begins a block if nothing of the block is committed yet.
         begins = jnp.sum(w.masked, axis=1) == jnp.minimum(masked.block_length(s), left)
-        # Whole where half of the rows begin a block: with 16 rows that is 1.43 times as fast as not letting any of them
-        # wait in blocks of 8 tokens, and 1.06 times in blocks of 32; where all rows begin together, 1.59 and 0.81 times
+        # Whole texts if half of the rows begin a block: with 16 rows that is 1.43 times as fast as letting none of them
+        # wait, in blocks of 8 tokens, and 1.06 times in blocks of 32; if all rows begin together, 1.59 and 0.81 times
         # (configs/headline.py:tiny, on two CPU cores).
         is_whole = 2 * jnp.sum(s.active & begins) >= jnp.sum(s.active)
         takes_part = s.active & (begins == is_whole)
@@ -123,7 +123,7 @@ class BlockCache(masked.MaskedDecoder):
     def _whole(
         self, model: Transformer, s: State, w: masked.Window, takes_part: Bool[Array, "B"]
     ) -> tuple[Float[Array, "B K D"], KeyValues]:
-        """A pass over whole texts, whose keys and values are kept: (what the head reads of the block, these)."""
+        """A pass over whole texts: (inputs of the output head for the block, the keys and values to keep)."""
         (start, fed), C = self._fed(s), self.width
         at = jnp.maximum(w.position - self.shifted, 0)
 

@@ -118,7 +118,7 @@ class StrideSettings(shared.Settings):
 
 @struct.dataclass
 class State(Continuation):
-    """The state of the decoding loop."""
+    """A cached text, its pending token and drafts."""
 
     pending: Int32[Array, "B"]  # the last token, not in the cache yet
     drafts: Int32[Array, "B M"]  # M = N - 1 tokens after it
@@ -127,7 +127,7 @@ class State(Continuation):
 
 
 class DraftAndCheck(Continuer):
-    """The decoder with its compiled sizes."""
+    """Verifies the drafts of its own masks."""
 
     settings: ClassVar[type[StrideSettings]] = StrideSettings
     typical: ClassVar[dict[float, float]] = {7.0: 2.56}

@@ -30,7 +30,7 @@ from refusion_jax.model.shape import ModelConfig
 from refusion_jax.model.transformer import Transformer
 
 SHARED_CODE = Path(__file__).parent / "custom_generate" / "rows.py"  # what `System.custom_generate` imports
-PLAIN = "plain"  # in `System.decodes`: language models that nobody has adapted
+PLAIN = "plain"  # in `System.decodes`: pretrained language models as they are
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,13 +38,13 @@ class Objective(abc.ABC):
     """How rows of text become a training batch: a frozen dataclass of token ids and the system's own config keys."""
 
     mask_id: int
-    eos_id: int = dataclasses.field(default=-1, kw_only=True)  # at the end of every text that is not cut; -1: of none
+    eos_id: int = dataclasses.field(default=-1, kw_only=True)  # ends every text that is not truncated; -1: none does
     # Path of a frozen model whose hidden states of the text (tokens of group 0) are added to the input; "": none. A
     # class attribute, unless a subclass makes it a field.
     reads = ""
 
-    shifted: ClassVar[bool] = False  # whether models learn to read a masked token from the logits at the one before it
-    streams: ClassVar[int] = 1  # versions of a row that the model is fed, one after the other
+    shifted: ClassVar[bool] = False  # whether models predict a masked token at the token before it
+    streams: ClassVar[int] = 1  # versions of a row in the input, one after the other
 
     @property
     @abc.abstractmethod
@@ -54,22 +54,22 @@ class Objective(abc.ABC):
     @property
     @abc.abstractmethod
     def pattern(self) -> Pattern:
-        """The attention mask; an upper bound where that is random. FLOPs are counted by it."""
+        """The attention mask, by which FLOPs are counted; an upper bound if the mask is random."""
 
     @abc.abstractmethod
     def corrupt(self, rows: Rows, keys: Key[Array, "B"]) -> Batch:
-        """Corrupts the packed rows of the global batch, which normalizers cover, into a batch; runs inside `jit`.
+        """Corrupts the packed rows of the global batch into a training batch; runs inside `jit`.
 
-        There is a key per row, and a row's noise depends on nothing else. Documents keep their numbers in the row, by
-        which reports find their text.
+        Normalizers of the loss count over all of these rows. A row's noise depends only on its key. Documents keep
+        their segment_ids, by which reports find their text.
         """
 
     def input_length(self, row_length: int) -> int:
-        """Tokens that the model is fed for a row of T tokens."""
+        """Number of input tokens for a row of T tokens."""
         return self.streams * row_length
 
     def batch(self, rows: Rows, keys: Key[Array, "B"]) -> Batch:
-        """The batch of `corrupt`; UserError where its arrays do not fit together, or its terms to `coefficients`."""
+        """The batch from `corrupt`; UserError if its shapes or dtypes are wrong, or its terms not `coefficients`'."""
         batch, name = self.corrupt(rows, keys), f"{type(self).__module__}.{type(self).__name__}.corrupt"
         if not isinstance(batch, Batch):
             raise UserError(f"{name}: returns {type(batch).__name__}, not a Batch")
@@ -97,7 +97,7 @@ class ScoredTokens:
     group: Int32[np.ndarray, "N"]
     labels: Int32[np.ndarray, "N"]
     weights: Float32[np.ndarray, "N"]  # 0 without a label
-    places: Int32[np.ndarray, "N"]  # of the labels in the continuation; only those with a weight count
+    places: Int32[np.ndarray, "N"]  # index of each label in the continuation; only those with a weight count
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -112,13 +112,13 @@ class ScoredText:
     slot_size: int  # for systems with slots, as is `order`
     order: str | Sequence[int]  # "left_to_right" | "random" | slots by their number in the text
     mask_id: int
-    draw: tuple[int, ...]  # random draws are a function of this
+    draw: tuple[int, ...]  # seed of all random draws
     name: str  # in error messages
 
 
 @dataclasses.dataclass(frozen=True)
 class Scoring:
-    """The likelihood of texts under a system's models."""
+    """How to compute the likelihood of texts under a system's models."""
 
     forward: Callable[[ScoredText], ScoredTokens]
     needs_prompt: bool = False  # whether the first token can only be predicted from one before it
@@ -127,7 +127,7 @@ class Scoring:
 
 @dataclasses.dataclass(frozen=True)
 class Claim:
-    """A claim about a system against another one, of its paper or a goal; `bench headline` prints whether it holds."""
+    """A claim of a paper, or a goal: a system versus another one. `bench headline` prints whether it holds."""
 
     rival: str  # name of the other system, which is measured with its own decoder
     accuracy: float  # as a multiple of the rival's, at least
@@ -145,14 +145,14 @@ class System:
     objective: type[Objective] | None  # None: it only decodes models of others
     decoders: Mapping[str, type[Decoder]]  # by name; the first is the default
     references: Mapping[str, Callable[[Transformer, Request], dict]]
-    section: str = ""  # of the config, with the settings of the objective as keys; by default its name, if it has any
-    former: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # keys that are gone -> the value still used
-    block_key: str = ""  # the key with the number of tokens that are denoised together, if that is one
+    section: str = ""  # config section with the settings of the objective; by default the name, if there are any
+    former: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # removed keys -> the value that is still used
+    block_key: str = ""  # the key for the number of tokens that are denoised together, if there is one
     decodes: tuple[str, ...] = ()  # other systems whose models its decoders serve; PLAIN in one system
     scoring: Scoring | None = None  # None: the likelihood of texts is not known
     releases: tuple[Release, ...] = ()  # models of its authors that `load_model` reads
     claims: tuple[Claim, ...] = ()
-    custom_generate: Path | None = None  # directory with generate.py, in PyTorch, which exports for transformers carry
+    custom_generate: Path | None = None  # directory of generate.py, in PyTorch; exports for transformers include it
     is_default: bool = False  # whether it is trained by default; true for one system
 
     def __post_init__(self) -> None:
@@ -161,14 +161,14 @@ class System:
 
     @property
     def keys(self) -> dict[str, Setting]:
-        """The keys of its section."""
+        """The keys of its config section."""
         return declared(self.objective) if self.objective else {}
 
 
 def train_flops_per_row(objective: Objective, model: ModelConfig, row_length: int) -> float:
-    """FLOPs of forward and backward on one row of T tokens, counted as by `train_flops_per_token`.
+    """FLOPs of forward and backward on one row of T tokens, counted as in `train_flops_per_token`.
 
-    Every token fed counts with the output head, as is usual, although the step computes logits only where a label is.
+    As is usual, the output head counts for every input token, although the step computes logits only at labels.
     """
     length = objective.input_length(row_length)
     return length * train_flops_per_token(model, objective.pattern.keys_seen(length))

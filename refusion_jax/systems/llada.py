@@ -74,7 +74,7 @@ class MaskedDiffusion(Objective):
         )
 
     def draw(self, rows: Rows, keys: Key[Array, "B"]) -> tuple[Rows, Bool[Array, "B T"], Float32[Array, "B T"]]:
-        """(the rows, padded after some answers; which tokens are masked; the probability of it)."""
+        """(the rows, padded after some answers; which tokens are masked; their probability of being masked)."""
         rows = shuffle_documents(rows, keys) if self.shuffle else rows
         rows = pad_answers(rows, keys, self.padding, self.eos_id)
         return rows, *draw_masks(rows, keys)
@@ -107,7 +107,7 @@ class DiffusionSettings(masked.MaskedSettings):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Denoise(masked.OnSchedule):
-    """The decoder with its compiled sizes."""
+    """Fills one block after the other, on a schedule."""
 
     settings: ClassVar[type[DiffusionSettings]] = DiffusionSettings
 
@@ -122,7 +122,7 @@ class Denoise(masked.OnSchedule):
 def fed_places(s: masked.MaskedText, after: Int32[Array, "B"], merge: int) -> Bool[Array, "B C"]:
     """Which places of the text are fed; none in finished rows.
 
-    `after` is the number of the first place to decode after the block, from which groups of `merge` masks are merged.
+    `after` is the index, among the places to decode, of the first one after the block; from it on masks are merged.
     """
     places, text = s.places, jnp.arange(s.text.shape[1])[None]
     number = jnp.arange(places.position.shape[1])[None] - after[:, None]  # [B, N], counted from after the block

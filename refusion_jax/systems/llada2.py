@@ -1,10 +1,10 @@
 """LLaDA2 (arXiv 2512.15745): block diffusion with a mixture of experts. Decoder only.
 
-`llada2` is the decoder of sdar.py but for the block of 32 and the threshold. From the authors' code
+`llada2` is the decoder of sdar.py except for the block of 32 and the threshold. From the authors' code
 (github.com/inclusionAI/dFactory, 92b6890): all of this, with as many steps as a block has tokens. At temperature 0
 theirs still draws tokens; ours takes the most probable ones.
 
-`llada2_edit` is that of LLaDA2.1 (arXiv 2602.08676), whose directories look the same. Each pass over a block reveals
+`llada2_edit` is that of LLaDA2.1 (arXiv 2602.08676), whose releases look the same. Each pass over a block reveals
 the masks with p > `threshold`, at least the most probable one, and replaces the answer's tokens in it where another one
 has p > `editing_threshold`. A block that has no masks left is edited until a forward pass changes nothing, in at most
 `max_post_steps`; that pass, or one more, commits it. An EOS ends the answer then, and can be edited away before.
@@ -47,7 +47,7 @@ class BlockSettings(sdar.BlockSettings):
 
 
 class BlockByBlock(sdar.BlockByBlock):
-    """The decoder with its compiled sizes."""
+    """SDAR's decoder with these defaults."""
 
     settings: ClassVar[type[BlockSettings]] = BlockSettings
 
@@ -71,13 +71,13 @@ class EditSettings(block_diffusion.BlockSizeSettings):
 
 @struct.dataclass
 class EditedText(FilledText):
-    """The state of the decoding loop; what `text` holds of the block is not final."""
+    """The text, of which the current block can still be edited."""
 
-    post_steps: Int32[Array, "B"]  # forward passes since the block has no masks
+    post_steps: Int32[Array, "B"]  # forward passes since the block's last mask was revealed
 
 
 class EditedBlocks(sdar.BlockByBlock):
-    """The decoder with its compiled sizes."""
+    """Reveals and edits one block after the other."""
 
     settings: ClassVar[type[EditSettings]] = EditSettings
 

@@ -1,10 +1,10 @@
 """The base of masked decoders, which fill the masks of a text in any order by bidirectional passes over all of it.
 
 Every pass takes a window of the text, its current block, proposes a token for each mask in it, and commits those
-that a *selection rule* chooses. Decoders differ in this rule: the surest, as many as a schedule says (llada.py), near
+that a *selection rule* chooses. Decoders differ in this rule: the most confident, on a schedule (llada.py), near
 known tokens (conv.py), by another schedule (dream.py), by a threshold (fast_dllm.py, which also keeps keys and values).
 
-A few widths of the text are compiled, and every forward pass takes the least that holds its longest active row.
+A few widths of the text are compiled, and every forward pass uses the smallest that holds its longest active row.
 
 Axes: B rows, C text length, N places to decode, K places of a window, D hidden size, V vocabulary.
 """
@@ -37,25 +37,25 @@ _WIDTHS = 4  # number of compiled widths, at most
 
 @struct.dataclass
 class MaskedText(RowState):
-    """The state of a decoding loop that fills masks; decoders that need more fields subclass it."""
+    """A text in which masks are filled; decoders that need more fields subclass it."""
 
     text: Int32[Array, "B C"]  # the mask token wherever nothing is committed
     length: Int32[Array, "B"]  # of the text
 
     @property
     def first(self) -> Int32[Array, "B"]:
-        """The place after what is given, where there are no gaps before given text."""
+        """The first place to decode, if no given text comes after a gap."""
         return self.length - self.places.count
 
     def first_of(self, token: int) -> Int32[Array, "B"]:
-        """Which of the places to decode is the first with this token; N where none is."""
+        """Index, among the places to decode, of the first one with this token; N if there is none."""
         index = jnp.arange(self.places.position.shape[1])[None]
         tokens = jnp.take_along_axis(self.text, self.places.position, axis=1)
         found = (tokens == token) & (index < self.places.count[:, None])
         return jnp.min(jnp.where(found, index, index.shape[1]), axis=1)
 
     def block_start(self, mask_id: int) -> Int32[Array, "B"]:
-        """Which of the places to decode begins the block that is decoded: that of the first mask."""
+        """Index, among the places to decode, of the start of the current block, that of the first mask."""
         first = self.first_of(mask_id)
         return first - first % jnp.maximum(block_length(self), 1)
 
@@ -68,19 +68,19 @@ class Window(NamedTuple):
 
 
 class MaskedSettings(shared.Settings):
-    """Settings that all masked decoders know; where one lets the user choose, it declares a field of this name."""
+    """Settings of all masked decoders; a decoder that lets the user choose one declares a field of that name."""
 
     block_length: ClassVar[int] = 0  # 0: the whole answer
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MaskedDecoder(Decoder):
-    """A masked decoder with its compiled sizes; C, the width, holds the longest text."""
+    """The base of masked decoders; the width is C, the length of the longest text."""
 
     settings: ClassVar[type[MaskedSettings]]
-    always_shifted: ClassVar[bool] = False  # whether also a model that does not say so is `shifted`
+    always_shifted: ClassVar[bool] = False  # whether all models are `shifted`, whatever their config says
 
-    block_length: int  # K, at most, in a block
+    block_length: int  # K, the longest block
     shifted: bool  # whether the token at j is read from the logits at j - 1
 
     @classmethod
@@ -108,7 +108,7 @@ class MaskedDecoder(Decoder):
 
     @abc.abstractmethod
     def chosen(self, s: MaskedText, w: Window, proposal: Proposal) -> Bool[Array, "B K"]:
-        """The selection rule: which places of the window are committed; those that are not masked are ignored."""
+        """The selection rule: which places of the window to commit; places that are not masked are ignored."""
 
     def fed(self, s: MaskedText) -> Bool[Array, "B C"] | None:
         """Which places of the text are fed; None: all."""
@@ -119,11 +119,11 @@ class MaskedDecoder(Decoder):
 
 
 class OnSchedule(MaskedDecoder):
-    """A masked decoder each of whose passes commits the surest masks of the block, as many as a schedule says."""
+    """A masked decoder whose passes commit the most confident masks of the block, as many as a schedule says."""
 
     @classmethod
     def counts(cls, request: Request) -> Sequence[int]:
-        """The commits of each pass; here the blocks share `steps` passes evenly, and a block's share its masks.
+        """How many masks each pass commits; here `steps` are split evenly over blocks, and masks over a block's steps.
 
         With steps=0 each forward pass commits one mask.
         """
@@ -142,7 +142,7 @@ class OnSchedule(MaskedDecoder):
         return layout.replace(settings=layout.settings.replace(counts=counts))
 
     def confidence_of(self, s: MaskedText, w: Window, proposal: Proposal) -> Float32[Array, "B K"]:
-        """The higher, the earlier a place is committed."""
+        """Places with higher confidence are committed earlier."""
         return proposal.probability
 
     def chosen(self, s: MaskedText, w: Window, proposal: Proposal) -> Bool[Array, "B K"]:
@@ -152,13 +152,13 @@ class OnSchedule(MaskedDecoder):
 
 
 def evenly(masks: int, steps: int) -> list[int]:
-    """The masks that each of these steps commits, of which there are no more than masks: one more in the first ones."""
+    """How many masks each step commits: at least one, so fewer steps if masks are few; one more in the first steps."""
     steps = min(steps, masks)
     return [masks // steps + (step < masks % steps) for step in range(steps)]
 
 
 def block_length(s: MaskedText) -> Int32[Array, "B"]:
-    """Tokens of the blocks of each row; all that it decodes where the setting is 0, or none."""
+    """Block length of each row; all that it decodes if the setting is 0 or missing."""
     own = getattr(s.settings, "block_length", 0)
     return jnp.where(own > 0, own, s.places.count)
 
@@ -187,9 +187,9 @@ def commit(
     ids: TokenIds,
     took_part: Bool[Array, "B"],
 ) -> MaskedText:
-    """The state once some masks of a window are committed; a row whose answer is complete becomes inactive.
+    """The state after some masks of a window are committed; rows whose answers are complete become inactive.
 
-    Of the `chosen` places those that are not masked are ignored; `took_part` are the active rows that were served.
+    `chosen` places that are not masked are ignored; `took_part`: the active rows that the forward pass was for.
     """
     chosen = chosen & w.masked & took_part[:, None]
     after = s.replace(
@@ -197,13 +197,13 @@ def commit(
         record=s.record.append_where(chosen, tokens, w.position),
         forwards=s.forwards + took_part,
     )
-    # Without a mask before the first EOS, or any, the answer cannot change any more.
+    # An answer without masks, or without masks before its first EOS, is final.
     left, N = after.first_of(ids.mask_id), s.places.position.shape[1]
     return after.replace(active=s.active & (left < N) & (left < after.first_of(ids.eos_id)))
 
 
 def check_first(requests: Sequence[Request]) -> None:
-    """Raises UserError for texts that begin with a gap, of which a shifted model cannot write the first token."""
+    """Raises UserError for texts that begin with a gap: a shifted model cannot predict their first token."""
     for request in requests:
         if min(start for start, _ in request.gaps) == 0:
             raise UserError(
@@ -221,7 +221,7 @@ def widths(capacity: int, least: int = 0) -> list[int]:
 
 
 def in_smallest(count: Int32[Array, "B"], of: list[int], forward: Callable[[int], Any]) -> Any:
-    """Runs a function of the width, with the smallest of these widths that holds the tokens of every row."""
+    """Calls `forward` with the smallest of these widths that holds the tokens of every row."""
     smallest = jnp.argmax(jnp.max(count) <= jnp.array(of)).astype(jnp.int32)
     return jax.lax.switch(smallest, [functools.partial(forward, width) for width in of])
 
@@ -233,13 +233,13 @@ def denoise(
     shifted: bool,
     is_fed: Bool[Array, "B C"] | None = None,
 ) -> Float32[Array, "B K V"]:
-    """One forward pass over the text: logits for some positions of it; those of finished rows mean nothing.
+    """One forward pass over the text: logits for the given positions; those of finished rows are undefined.
 
-    If shifted, the token at j is read from the logits at j - 1. By default the whole text is fed; `is_fed` has no place
-    of finished rows.
+    If shifted, the token at j is read from the logits at j - 1. By default the whole text is fed; `is_fed` must be
+    False in finished rows.
     """
     (B, C), N = s.text.shape, s.places.position.shape[1]
-    at = jnp.maximum(position - shifted, 0)  # place 0 is never decoded then: see `check_first`
+    at = jnp.maximum(position - shifted, 0)  # if shifted, place 0 is never decoded: see `check_first`
     if is_fed is None:
         fed = jnp.broadcast_to(jnp.arange(C)[None], (B, C))
         length, widest, sizes = s.length, jnp.where(s.active, s.length, 0), widths(C, N)
@@ -266,10 +266,10 @@ def fill(
     shift: int = 0,
     fed: list[int] | None = None,
 ) -> None:
-    """Fills some places in plain Python: each forward pass commits the masks with the highest scores, as `counts` says.
+    """Fills places in plain Python: the i-th forward pass commits the `counts[i]` masks with the highest scores.
 
-    The score of a mask is that of the probabilities of its token, and of its place; the token is read `shift` places
-    before it. The places that are fed are by default all. It ends once the text is complete.
+    `score` takes the probabilities [V] of a mask's token, which are read `shift` places before the mask, and its place.
+    By default all places are fed. Returns once the text is complete.
     """
     for count in counts:
         p = plain.denoise("denoise", fed)

@@ -13,8 +13,8 @@ drafts, of which the last two are refused in the first round:
                next    x y . .            c d e f
     committed       x y                c d e f
 
-Drafters know nothing of the model that verifies: one serves all models with its tokenizer. That the authors drop masks
-in training, which makes it cheaper, is left out.
+Drafters do not depend on the model that verifies: one serves all models with its tokenizer. Left out: the authors drop
+masks in training, which makes it cheaper.
 
 Axes: B rows, C cache entries, M drafts, N = M + 1 tokens that a round commits at most, V vocabulary.
 """
@@ -55,7 +55,7 @@ class DraftedSettings(shared.Settings):
 
 @struct.dataclass
 class State(Continuation):
-    """The state of the decoding loop."""
+    """A cached text and the tokens of the last round."""
 
     drafter: kv.Cache
     recent: Int32[Array, "B N"]  # tokens of the last round; the last one that counts is in neither cache
@@ -63,13 +63,13 @@ class State(Continuation):
 
 
 class DraftAndVerify(ar.Speculative):
-    """The decoder with its compiled sizes."""
+    """Verifies what another model drafts."""
 
     settings: ClassVar[type[DraftedSettings]] = DraftedSettings
 
     def init(self, model: Transformer, layout: Layout, keys: Key[Array, "B"]) -> State:
         cache, last = kv.prefill_but_last(model, layout.given, self.chunk)
-        room = self.width - 2  # the drafter is fed so many more than the model: N tokens and M - 1 masks
+        room = self.width - 2  # by which the drafter's input is longer than the model's: N tokens and M - 1 masks
         given = layout.given.replace(
             tokens=jnp.pad(layout.given.tokens, ((0, 0), (0, room))),
             positions=jnp.pad(layout.given.positions, ((0, 0), (0, room))),

@@ -1,8 +1,8 @@
 """Prompt look-up (n-gram speculation): a left-to-right model whose drafts are copied from the text so far.
 
-The last tokens of the text are looked up in all of it, prompt and answer. What followed where the most of them stood
-before, at most `ngram` and of equally many the latest, is the draft of what follows now. If that runs into the end of
-the text, it goes on with the drafts themselves. One forward pass verifies all drafts by the rule of speculative
+The last tokens of the text are looked up in all of it, prompt and answer. What followed their longest earlier match, of
+at most `ngram` tokens and the latest of equally long ones, is the draft of what follows now. A draft that runs into the
+end of the text goes on with its own tokens. One forward pass verifies all drafts by the rule of speculative
 sampling: greedy, the text is that of `ar`, token by token; with a temperature it has the same distribution. Example
 with a prompt `p a b c a b x`, after which `a b` was written, and three drafts:
 
@@ -52,14 +52,14 @@ class LookupSettings(shared.Settings):
 
 @struct.dataclass
 class State(Continuation):
-    """The state of the decoding loop."""
+    """A cached text, as tokens to look up."""
 
     text: Int32[Array, "B C"]  # given and committed tokens; the last one is not in the cache yet
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LookUp(ar.Speculative):
-    """The decoder with its compiled sizes."""
+    """Verifies drafts copied from the text."""
 
     settings: ClassVar[type[LookupSettings]] = LookupSettings
 
@@ -85,7 +85,7 @@ def look_up(
 ) -> tuple[Int32[Array, "B M"], Int32[Array, "B"]]:
     """M drafts of the tokens after a text, and how many of them count: all, or none if its last token is new in it.
 
-    Of the text those before index `length` count, at least 1. At most `ngram` last tokens are compared.
+    The text is the first `length` tokens, at least one. At most the last `ngram` tokens are compared.
     """
     index, last = jnp.arange(text.shape[1])[None], length[:, None] - 1
     same, equal = jnp.zeros_like(text), index < last  # number of tokens up to each index that equal the last ones

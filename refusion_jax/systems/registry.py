@@ -27,9 +27,9 @@ _registered: dict[str, System] = {}
 
 
 def register(system: System) -> System:
-    """Registers a system by its name; UserError where it lacks something or takes something from the others.
+    """Registers a system by its name; UserError if it is incomplete or conflicts with others.
 
-    One that was registered by this name, with the same config section, is replaced: a cell of a notebook is run again.
+    A registered system with this name and config section is replaced, so that a cell of a notebook can run again.
     """
     others = systems()
     if system.name in _registered and others[system.name].section == system.section:
@@ -51,7 +51,7 @@ def systems() -> dict[str, System]:
 def found_everywhere() -> dict[str, System]:
     """The systems of this folder and of entry points, which every process finds.
 
-    A line on stderr names one that fails, and the others stay.
+    One that fails is left out, with a line on stderr that names it.
     """
     found = {}
     for place, load in [*_modules(), *_entry_points()]:
@@ -81,12 +81,12 @@ def _entry_points() -> Iterator[tuple[str, Callable[[], System]]]:
 
 
 def _check(system: System, others: Iterable[System]) -> None:
-    """Raises UserError where a system is not whole, or takes something from the others."""
+    """Raises UserError if a system is incomplete or conflicts with others."""
     name = f"system {system.name!r}"
     for part, lacks in _missing(system):
         raise UserError(f"{name}: {part} has no {lacks}")
     if system.objective:
-        dict(system.objective(mask_id=0).coefficients)  # where it cannot be made, its own error says why
+        dict(system.objective(mask_id=0).coefficients)  # if it cannot be made, its own error says why
     for other in others:
         if other.name == system.name or (set(other.decoders) & set(system.decoders)):
             raise UserError(f"{name}: {other.name!r} has this name or one of its decoders' already")
@@ -101,7 +101,7 @@ def _check(system: System, others: Iterable[System]) -> None:
 
 
 def _missing(system: System) -> Iterator[tuple[str, str]]:
-    """(part of a system, what the protocol asks of it and it does not have)."""
+    """(part of a system, what the protocol requires and the part lacks)."""
     if system.objective:
         yield from _lacking("its objective", system.objective, Objective)
     if system.keys and not system.section.isidentifier():
@@ -123,7 +123,7 @@ def _missing(system: System) -> Iterator[tuple[str, str]]:
 
 
 def _lacking(part: str, owner: Any, base: type) -> Iterator[tuple[str, str]]:
-    """What a class lacks of its base class. Without the decorator it would not have the settings that it declares."""
+    """What a class lacks of its base class. Without the decorator, settings that it declares would be ignored."""
     if not isinstance(owner, type) or not issubclass(owner, base):
         yield part, f"base class {base.__name__}"
     for member in sorted(getattr(owner, "__abstractmethods__", ())):
@@ -179,7 +179,7 @@ def system_of(method: str) -> System:
 def decoders_for(objective: str) -> list[str]:
     """Names of the decoders for models of a system: its default first, those that need further models last.
 
-    None of its own that need further models: it trains those. Of other systems, those that are trained come first.
+    Its own that need further models are left out: it trains those models. Of other systems, trainable ones come first.
     """
     own = systems()[objective].decoders if objective in systems() else {}
     own = [name for name, decoder in own.items() if not decoder.settings.auxiliary_models]

@@ -2,7 +2,7 @@
 
 Block by block, on a cache of the blocks before: one forward pass over the block reveals all tokens with p >
 `threshold`, and at least the most probable one; one more forward pass over the finished block commits its keys and
-values. It is the decoder of block_diffusion.py but for the shift and the defaults.
+values. It is the decoder of block_diffusion.py except for the shift and the defaults.
 
 From the authors' code (github.com/JetAstra/SDAR, c2041a8): all of this, with their `low_confidence_dynamic` remasking
 and as many denoising steps as a block has tokens. Our choices: places after a revealed EOS are not decoded.
@@ -32,7 +32,7 @@ class BlockSettings(block_diffusion.BlockSettings):
 
 
 class BlockByBlock(block_diffusion.BlockByBlock):
-    """The decoder with its compiled sizes."""
+    """Block diffusion without the shift."""
 
     settings: ClassVar[type[BlockSettings]] = BlockSettings
     shift: ClassVar[int] = 0

@@ -117,7 +117,7 @@ class WindowSettings(shared.Settings):
 
 
 class SlidingWindow(Continuer):
-    """The decoder with its compiled sizes."""
+    """Fills masks in a window after the text."""
 
     settings: ClassVar[type[WindowSettings]] = WindowSettings
     typical: ClassVar[dict[float, float]] = {16.0: 3.41}

@@ -1,4 +1,4 @@
-"""What the decoders in PyTorch share: prompts in, texts out, and one pass. Exports carry it next to generate.py.
+"""What the decoders in PyTorch share: rows of prompts and answers, and one forward pass. Exports include this file.
 
 Axes: B rows, T tokens of a prompt, W fed tokens, P tokens in the cache, V tokens, without padding of the vocabulary.
 """
@@ -18,15 +18,15 @@ def decode_rows(answer, model, prompts, attention_mask=None, generation_config=N
       model: a causal language model of transformers.
       prompts: [B, T] ids.
       attention_mask: [B, T], 0 at padding; None: there is none.
-      generation_config: what is not given counts as it says. The model's own, of generation_config.json, counts for
-        nothing: the answers are those of `refusion_jax.generate`, which does not read it.
+      generation_config: used for what is not given. The model's own, in generation_config.json, is ignored: the answers
+        are those of `refusion_jax.generate`, which does not read it.
       unit: new tokens are rounded up to a multiple of it.
-      given: max_new_tokens of an answer, 128 if nobody says; pad_token_id, by default the model's, else EOS; and what
-        else `model.generate` was given. What would change the text is refused.
+      given: max_new_tokens of an answer (default: 128); pad_token_id (default: the model's, else EOS); and other
+        arguments of `model.generate`. Those that would change the text are refused.
 
     Raises:
-      ValueError: where sampling is asked for, or anything else that this decoding does not do, such as texts that are
-        longer than the window of local layers: all tokens are kept for them, as for others.
+      ValueError: if sampling is asked for, or anything else that this decoding does not do, such as texts that are
+        longer than the window of local layers, whose cache keeps all tokens here.
     """
     c, given = model.config, {name: value for name, value in given.items() if value is not None}
     asked = (generation_config.to_diff_dict() if generation_config else {}) | given

@@ -34,6 +34,6 @@ SYSTEM = System(
     decoders={"dense": Drafting, "dense_plan": PlanAlone},
     references={"dense": ar.reference, "dense_plan": functools.partial(plan_and_infill, plans_alone=True)},
     scoring=Scoring(scoring_forward),
-    claims=CLAIMS,  # no paper claims them of it: they are goals
+    claims=CLAIMS,  # goals, not claims of a paper
     custom_generate=Path(__file__).parent / "custom_generate",
 )

@@ -1,10 +1,10 @@
-"""Dense slot diffusion: response tokens are trained on twice, as the next token of a clean text in which nothing is
-masked, and, where there is a copy for its slot, as the token of a mask.
+"""Dense slot diffusion: each response token is trained on twice, as the next token of a clean text in which nothing is
+masked and, if there is a copy of its slot, as the token of a mask.
 
 A row of T places becomes [T clean; M copies]. The clean half is the row itself, with the responses cut into slots, and
-the slots of each document in an order: with probability `text_order` that of the text, otherwise a random one. In text
-order the first slot is cut short by a random phase, so that slots begin anywhere. A copy of a slot consists of masks at
-its positions, which see what stands before the slot in the clean half, and the masks of the slot up to themselves.
+the slots of each document reordered: with probability `text_order` they stay in text order, otherwise the order is
+random. In text order the first slot is cut short by a random phase, so that slots begin anywhere. A copy of a slot
+consists of masks at its positions, which see what precedes the slot in the clean half, and its masks up to themselves.
 
     clean token at index c:                         rank (c + 1) S, group 0         S: above any slot size
     mask o of a slot whose first token has index b: rank b S + o,   group b + 1
@@ -23,8 +23,8 @@ Example: a prompt token `p` and the slots (ab)(cd) in the order (cd)(ab) (row: q
               D      1 . . . . . . 1 1
     labels    a d . b . a b c d
 
-A clean token predicts the next token of the text, unless this comes earlier in the order and is seen: `b` has no label,
-as `c` is seen. Both terms are means over their labels.
+A clean token predicts the next token of the text, unless that comes earlier in the order and is visible: `b` has no
+label, as it sees `c`. Both terms are means over their labels.
 
 Axes: B rows, T row length, M copies per row.
 """
@@ -51,7 +51,7 @@ class Noise:
     slot_size: Int32[Array, "B T"]  # per document
     start: Int32[Array, "B T"]  # index in the row where the token's slot begins; prompt tokens are their own slots
     rank: UInt32[Array, "B T"]  # per slot; orders the slots of a document
-    priority: UInt32[Array, "B T"]  # per slot; the slots with the least ones are copied
+    priority: UInt32[Array, "B T"]  # per slot; the slots with the lowest ones are copied
 
 
 @dataclasses.dataclass(frozen=True)
@@ -109,7 +109,7 @@ def draw_noise(keys: Key[Array, "B"], rows: Rows, sizes: tuple[int, ...], text_o
             jax.random.bits(copy_key, (T,)),
         )
 
-    # One draw for every index of the row; a document or slot uses that at its first token.
+    # One draw for every index of the row; a document or slot uses the draw at its first token.
     size, in_text_order, phase, rank, priority = jax.vmap(draw)(keys)
     document, index = document_start(rows.segment_ids), row_index(rows.tokens)
     size, in_text_order, phase = (jnp.take_along_axis(x, document, axis=1) for x in (size, in_text_order, phase))
@@ -127,7 +127,7 @@ def dense_batch(rows: Rows, noise: Noise, copies: int, stride: int, mask_id: int
     order = jnp.lexsort((jnp.where(rows.is_response, noise.rank, 0), part), axis=1)  # [B, T] the token at each place
     place = jnp.argsort(order, axis=1)  # of each token
 
-    # Whole slots, as many as fit; of the last one what fits.
+    # As many whole slots as fit, then the part of the next one that fits.
     chosen = jnp.lexsort((noise.priority, ~rows.is_response), axis=1)[:, :copies]
     copied = jnp.sort(jnp.where(jnp.take_along_axis(rows.is_response, chosen, axis=1), chosen, index.shape[1]), axis=1)
     is_copy = copied < index.shape[1]
@@ -138,7 +138,7 @@ def dense_batch(rows: Rows, noise: Noise, copies: int, stride: int, mask_id: int
     none = jnp.zeros(has_next.shape)
 
     def arranged(clean, copy):
-        """[B, T + M] from values of tokens in the order of the text: of the clean half, and of the copies."""
+        """[B, T + M] from values of tokens in text order, one for the clean half and one for the copies."""
         return jnp.concatenate([jnp.take_along_axis(clean, order, 1), jnp.take_along_axis(copy, copied, 1)], axis=1)
 
     def only_copies(x, otherwise):

@@ -47,12 +47,12 @@ class PlanSettings(SlotSettings):
 
 
 class PlanAlone(ExactInfill):
-    """The decoder with its compiled sizes."""
+    """Exact infilling after such plans."""
 
     settings: ClassVar[type[PlanSettings]] = PlanSettings
     typical: ClassVar[dict[float, float]] = {16.0: 4.53}
 
     def visible(self, work: ExactWork, feed: Feed) -> Bool[Array, "B W W"]:
-        """Which tokens of the feed each one attends to: itself and those before it, but for masks of other slots."""
-        slot = feed.source // self.slot_size  # numbers of their own, in drafts and plan
+        """Which tokens of the feed each one attends to: itself and those before it, except masks of other slots."""
+        slot = feed.source // self.slot_size  # numbered separately in drafts and plan
         return super().visible(work, feed) & (feed.is_draft[:, None] | (slot[:, :, None] == slot[:, None]))

@@ -21,7 +21,7 @@ CLAIMS = (Claim("llada", accuracy=1.34, speed=18.0), Claim("ar", accuracy=0.98, 
 
 
 class PlanAndInfill(SlotDecoder):
-    """The decoder `refusion`: one of its two, as the setting `infill` says."""
+    """The decoder `refusion`: `ExactInfill` or `ThresholdInfill`, as the setting `infill` says."""
 
     @classmethod
     def for_requests(cls, requests: Sequence[Request], model: ModelConfig) -> SlotDecoder:

@@ -1,6 +1,6 @@
 """The paper's infilling: drafts above a threshold are accepted, the others are drafted again.
 
-The jitted twin of `infill_by_threshold` in reference.py. In brackets: speculative.
+The jitted twin of `infill_by_threshold` in reference.py. Plans in brackets are speculative.
 
     phase      drafts                  plan                 masks
     plan                               remaining slots                         chooses the confident slots
@@ -22,10 +22,10 @@ from refusion_jax.systems.refusion.loop import CHECK, PLAN, PROPOSE, VERIFY, Nee
 
 
 class ThresholdInfill(SlotDecoder):
-    """The decoder with its compiled sizes."""
+    """Plan and infill with the thresholds of the paper."""
 
     def needs(self, work: Work, here: Block) -> Needs:
-        """Drafts, with the mask tokens that draft their rest."""
+        """The drafts, and in the phase PROPOSE masks in place of what was not accepted."""
         verifies, proposes, checks = ((work.phase == phase)[:, None] for phase in (VERIFY, PROPOSE, CHECK))
         chosen = work.chosen & (verifies | proposes | checks)
         offset = jnp.arange(self.slot_size)[None, None]
@@ -43,7 +43,7 @@ class ThresholdInfill(SlotDecoder):
         """Which tokens of the feed each one attends to: always itself, and nothing after it.
 
         Example: two slots a and b of two tokens that are verified together, and a plan for slot c (row: query, column:
-        key). `x` is 0 where rows propose or check, slot by slot.
+        key). `x` is 0 in rows that propose or check, slot by slot.
 
                    a1 a2 b1 b2  c1 c2
             a1      1  .  .  .   .  .
@@ -62,7 +62,7 @@ class ThresholdInfill(SlotDecoder):
     def judge(
         self, work: Work, here: Block, readings: list[Reading], settings: TracedSettings
     ) -> tuple[Work, Bool[Array, "B M K"]]:
-        """Commits what is accepted; where that is nothing, drafts the rest again."""
+        """Commits accepted drafts; rows without any draft the rest again."""
         phase, drafts, eos_id = work.phase, work.drafts, self.ids.eos_id
         is_verify, is_propose, is_check = (phase == p for p in (VERIFY, PROPOSE, CHECK))
         offset = jnp.arange(self.slot_size)[None, None]

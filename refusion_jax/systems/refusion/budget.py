@@ -20,16 +20,16 @@ from refusion_jax.distributed.chips import free_tokens
 from refusion_jax.distributed.sharding import device_kind_here, shard_count_here
 from refusion_jax.model.transformer import Transformer
 
-_LEAST_PORTION = 16  # places whose logits are computed at once, at least; fewer cost as much on CPU
-MOST_ODDS = 4  # rows whose drafts are surer to hold are granted no more: shapes would be compiled for little
+_LEAST_PORTION = 16  # least number of places whose logits are computed at once; fewer cost as much on CPU
+MOST_ODDS = 4  # shapes allow for what pays at odds of acceptance up to this; larger ones would hardly be used
 _SHAPES = 6  # compiled shapes, at most; each has two thirds of the places of the next, which limits padding
-_TILE = 8  # places of a tile where rows have few tokens: narrower tiles make attention slow, wider ones are seldom full
-_TILES_A_ROW = 4  # on average, at most, as each tile reads the keys of its row again
+_TILE = 8  # places of a tile for rows with few tokens: narrower tiles make attention slow, wider ones are seldom full
+_TILES_A_ROW = 4  # average number, at most, as each tile reads the keys of its row again
 
 
 @dataclasses.dataclass(frozen=True)
 class ForwardShape:
-    """The shape of a compiled forward pass: its places for tokens come in tiles, each for tokens of one row."""
+    """The shape of a compiled forward pass: its token places come in tiles, each with tokens of one row."""
 
     width: int  # places of a row, at most
     tile: int  # places of a tile
@@ -63,8 +63,8 @@ def shapes_of(rows: int, width: int, needed: int, budget: int, slot_size: int) -
 
     Rows are seldom wide at the same time, so most forward passes need only part of the places that all rows could fill.
 
-    There are so many rows in a shard, most with whole slots, of `width` tokens at most, `needed` without speculation;
-    all of them together may speculate up to `budget` tokens.
+    A shard has `rows` rows, with mostly whole slots: at most `width` tokens each, `needed` of them without speculation.
+    With speculation all rows together may have up to `budget` tokens.
     """
     most = max(rows * needed, min(rows * width, budget))
     sizes = [-(-most * 2**i // 3**i) for i in range(_SHAPES)]
@@ -87,10 +87,10 @@ def worthwhile(
 ) -> Int32[Array, "B"]:
     """The largest number of speculative tokens that pays for a row, by how often its drafts were all accepted.
 
-    A forward pass of n tokens takes about as long as the arithmetic of n tokens and of the `free` ones that it could
-    compute while it reads the weights. If the drafts before them are accepted (`hits`, else `misses`), speculative
-    tokens need not be fed later, and one forward pass of the row is saved, of which the weights are read for all live
-    rows together; otherwise they are lost. With odds of o they are expected to pay up to o free / rows tokens.
+    A forward pass of n tokens takes about as long as the arithmetic of n + `free` tokens: reading the weights takes as
+    long as computing `free` of them. If all drafts before them are accepted (`hits`, else `misses`), speculative tokens
+    save the row a forward pass: its share, 1 / rows, of reading the weights. Otherwise they are wasted. So with odds of
+    acceptance o, up to o free / rows of them pay.
     """
     rows = jnp.sum(active.reshape(shards, -1), axis=1, dtype=jnp.int32)
     rows = jnp.repeat(jnp.maximum(rows, 1), active.shape[0] // shards)
@@ -105,12 +105,12 @@ def choose(
     shapes: tuple[ForwardShape, ...],
     shards: int,
 ) -> tuple[Int32[Array, ""], Bool[Array, "B"]]:
-    """(index of the smallest shape that holds what is needed and what pays; whose speculative tokens are granted).
+    """(index of the smallest shape that holds needed tokens and speculative ones that pay; rows granted speculation).
 
     Args:
       needed, requested: tokens of each row that must be fed, and speculative ones that could be.
       budget: tokens up to which a forward pass of a shard may speculate.
-      affordable: speculative tokens of each row that pay whatever the budget, at most.
+      affordable: the most speculative tokens of each row that pay, whatever the budget.
       shapes, shards: from `shapes_of`; S.
     """
     needed, asked, budget, affordable = (x.reshape(shards, -1) for x in (needed, requested, budget, affordable))
@@ -125,14 +125,14 @@ def choose(
     tile, tiles = tile[0, index], tiles[0, index]
     have = -(-needed // tile)
     more = -(-(needed + asked) // tile) - have  # [S, B/S] tiles
-    last = jnp.max(more) + 1  # what does not pay comes after what does
+    last = jnp.max(more) + 1  # added to the keys of those that do not pay, to sort them last
     spare = tiles - jnp.sum(have, axis=1, keepdims=True)
     is_granted = before(more, more + jnp.where(pays, 0, last)) + more <= spare
     return index, is_granted.reshape(-1)
 
 
 def before(amounts: Int32[Array, "S R"], keys: Int32[Array, "S R"]) -> Int32[Array, "S R"]:
-    """The sum of the amounts of all rows before each one in the order of the keys, and of the rows where they tie."""
+    """For each row, the sum of the amounts of the rows before it, in the order of the keys, then of the rows."""
     order = np.arange(keys.shape[1])
     is_before = (keys[:, None] < keys[:, :, None]) | (
         (keys[:, None] == keys[:, :, None]) & (order[None] < order[:, None])[None]

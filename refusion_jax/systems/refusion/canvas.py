@@ -1,4 +1,4 @@
-"""The slots of a request: where they are in its text, when the turn of each is, and those of a serial block.
+"""The slots of a request: their places in its text, their order, and their division into serial blocks.
 
 Axes: R requests, B rows, N slots of a row, M slots of a block.
 """
@@ -13,7 +13,7 @@ from jaxtyping import Array, ArrayLike, Int32
 from refusion_jax.decoding.requests import Request
 from refusion_jax.systems.refusion.settings import LEFT_TO_RIGHT, RANDOM
 
-BY_CONFIDENCE = -1  # the rank of a slot whose turn the plan decides
+BY_CONFIDENCE = -1  # the rank of all slots if the plan orders them by confidence
 
 
 @struct.dataclass
@@ -22,7 +22,7 @@ class Block:
 
     start: Int32[ArrayLike, "R N"]  # position of each slot's first token in the text
     size: Int32[ArrayLike, "R N"]  # its tokens: slot_size, or fewer in the last slot of a gap; 0 where there is no slot
-    rank: Int32[ArrayLike, "R N"]  # when a slot's turn is, see `ranks`
+    rank: Int32[ArrayLike, "R N"]  # a slot's place in the order, see `ranks`
     ends_from: Int32[ArrayLike, "R"]  # the first position of the text at which an EOS may be written
 
 
@@ -62,7 +62,7 @@ def slots_of(request: Request) -> list[range]:
 
 
 def ranks(request: Request) -> list[int]:
-    """When the turn of each slot is: the least rank comes first; BY_CONFIDENCE where the plan decides.
+    """The rank of each slot in the order, 0 first; BY_CONFIDENCE for all if the plan decides.
 
     A random order is a function of the seed and the request's noise.
     """

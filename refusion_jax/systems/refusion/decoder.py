@@ -1,4 +1,4 @@
-"""Exact infilling: the chosen slots become what the model itself writes one token after the other.
+"""Exact infilling: the chosen slots get the text that the model itself writes one token at a time.
 
 The chosen slots in sequence are one text. One forward pass over its drafts predicts each next token, which replaces the
 draft where it differs; what comes before the first such place is final. The jitted twin of `infill_exactly` in
@@ -8,7 +8,7 @@ reference.py.
     plan                               remaining slots       chooses the confident slots
     verify     chosen slots            (slots after them)    commits the leading slots that are final, repairs the rest
 
-In brackets: speculative. A row verifies until all chosen slots are committed.
+Plans in brackets are speculative. A row verifies until all chosen slots are committed.
 
 Axes: B rows, M slots of a block, K slot size.
 """
@@ -26,17 +26,17 @@ from refusion_jax.systems.refusion.loop import PLAN, VERIFY, Needs, SlotDecoder,
 
 @struct.dataclass
 class ExactWork(Work):
-    """The work of each row, and what its drafts are compared with."""
+    """The work of each row, and the plan's drafts, which `blend` may prefer."""
 
     planned: Int32[Array, "B M K"]  # the drafts of the plan
     planned_chance: Float32[Array, "B M K"]  # their probabilities in the plan
 
 
 class ExactInfill(SlotDecoder):
-    """The decoder with its compiled sizes."""
+    """Plan and infill, exactly as token by token."""
 
     def needs(self, work: ExactWork, here: Block) -> Needs:
-        """A row that verifies has its drafts fed; all but the last token of a slot are followed by one to compare."""
+        """The drafts of rows that verify; logits are needed where they check a later draft of the same slot."""
         is_verify = work.phase == VERIFY
         chosen = work.chosen & is_verify[:, None]
         offset = jnp.arange(self.slot_size)[None, None]
@@ -55,10 +55,10 @@ class ExactInfill(SlotDecoder):
     ) -> tuple[ExactWork, Bool[Array, "B M K"]]:
         """(the next work of each row, unless a next plan is ready; the drafts to commit).
 
-        After the commitment of an EOS all that follows it is dropped. In the remaining slots, each draft that differs
-        from the token to have at its place is replaced by it (Jacobi iteration, arXiv 2305.10427). The first such
-        replacement is final, since all tokens before it are; the later ones are new drafts. So every forward pass makes
-        at least one more token final, whatever rounding does to the next forward pass.
+        After a committed EOS everything is dropped. In the remaining slots, each draft that differs from the wanted
+        token at its place is replaced by it (Jacobi iteration, arXiv 2305.10427). The first replacement is final, since
+        all tokens before it are; the later ones are new drafts. So every forward pass makes at least one more token
+        final, even if rounding differs in the next forward pass.
         """
         is_verify = work.phase == VERIFY
         wanted = blend(work, readings[0], settings)
@@ -78,13 +78,13 @@ class ExactInfill(SlotDecoder):
 
 
 def blend(work: ExactWork, read: Reading, settings: TracedSettings) -> Int32[Array, "B M K"]:
-    """The token to have at each place, either the predicted next token or the plan's draft.
+    """The wanted token at each place, either the predicted next token or, at temperature 0 only, the plan's draft.
 
     There are two conditional distributions of the same token: given the tokens before it, and the plan's, given mask
-    tokens. They are mixed with a share `infill_blend` of the plan's, and the plan's draft is compared with the
-    predicted next token. (The plan's probability of the latter is taken to be 0, so that no distribution has to be
-    kept.) The choice depends only on the tokens before it and the plan, so the text does not depend on the number of
-    forward passes.
+    tokens. They are mixed with weight `infill_blend` for the plan's, and the more probable of plan's draft and
+    predicted next token is taken. (The plan's probability of the latter is taken to be 0, so that no distribution has
+    to be kept.) The choice depends only on the tokens before it and the plan, so the text does not depend on the number
+    of forward passes.
     """
     following, following_chance, planned_chance = (
         jnp.roll(x, 1, axis=2) for x in (read.token, read.chance, read.candidate_chance)

@@ -1,7 +1,7 @@
 """The feed: the tokens of one forward pass on top of each row's cache, and what is read from their logits.
 
-A feed has parts, each of which may be empty: drafts of a block's slots, mask tokens that plan slots, and with the
-authors' infilling mask tokens in place of drafts. On the grid [parts, M slots, K tokens] most places are empty; the
+A feed has parts, each of which may be empty: drafts of a block's slots, mask tokens that plan slots, and, in the
+authors' infilling, mask tokens in place of drafts. On the grid [parts, M slots, K tokens] most places are empty; the
 feed holds the others contiguously, part by part. Committed tokens are always a prefix of the drafts, so their cache
 entries are a prefix of those that were just written. Example with slots of two: slots b and d were chosen and are
 verified, and the plan for the slots that will remain, a and c, is fed after them:
@@ -10,8 +10,8 @@ verified, and the plan for the slots that will remain, a and c, is fed after the
               plan    M M   . .     M M   . .          place   2  3  6  7  8  9  12 13
 
 With a vocabulary of 152 k the output head costs more than a layer, and the logits of many places are not needed, such
-as those of the last token of a slot that is verified. So the places that are read are processed in portions, and arrays
-with the size of the vocabulary exist for one portion at a time.
+as those of the last token of a slot that is verified. So the needed places are processed in portions, and arrays with
+the size of the vocabulary exist for one portion at a time.
 
 Axes: B rows, M slots of a block, K slot size, U places of the grid, W width of the feed, S shards of rows, R places of
 a shard's rows, P packed ones, C places of a portion, V vocabulary, D hidden size.
@@ -42,7 +42,7 @@ class Part(NamedTuple):
     tokens: Int32[Array, "#B #M #K"]
     is_fed: Bool[Array, "B M K"]
     is_read: Bool[Array, "#B #M #K"]  # whether its logits are needed
-    is_drawn: bool  # whether a temperature draws what is read there
+    is_drawn: bool  # whether its tokens are sampled at the request's temperature
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,9 +71,9 @@ class Reading:
 
 
 def pack(parts: Sequence[Part], candidates: Int32[Array, "B M K"], width: int) -> Feed:
-    """Packs parts, with at most W tokens of each row together, into a feed; the first one is the drafts.
+    """Packs parts, with at most W tokens per row in total, into a feed; the first one is the drafts.
 
-    At each draft, `candidates` has the token whose probability is wanted there; it is read at the token before.
+    `candidates` has, at each draft's place, the token whose probability is wanted; it is read at the token before.
     """
     B, M, K = candidates.shape
     U, offset = len(parts) * M * K, jnp.arange(K)[None, None]
@@ -81,7 +81,7 @@ def pack(parts: Sequence[Part], candidates: Int32[Array, "B M K"], width: int) -
     source = jnp.sum(seen[:, None] <= jnp.arange(width)[None, :, None], axis=2, dtype=jnp.int32)
     source = jnp.minimum(source, U - 1)  # padding
 
-    def pick(values):  # one a part, each [B, M, K] or broadcast to it -> [B, W]
+    def pick(values):  # one per part, each [B, M, K] or broadcast to it -> [B, W]
         grid = jnp.stack([jnp.broadcast_to(value, (B, M, K)) for value in values], axis=1).reshape(B, U)
         return jnp.take_along_axis(grid, source, axis=1)
 
@@ -112,8 +112,8 @@ def run(
 ) -> tuple[Float[Array, "S P D"], Int32[Array, "B W"], KeyValues]:
     """A forward pass: (input of the output head, packed; index there of each place of the feed; entries of the drafts).
 
-    All tokens of the feed attend to the cache, and to those of the feed that are visible to them. `shape` is the index
-    of the compiled shape to run, `drafts` the largest number of drafts of a row: only these can be committed.
+    All tokens of the feed attend to the cache, and to the tokens of the feed that `visible` allows. `shape` is the
+    index of the compiled shape to run, `drafts` the most drafts of a row: only these can be committed.
     """
     W, most = feed.tokens.shape[1], sizes.shapes[-1].places
 
@@ -149,8 +149,8 @@ def read(
 ) -> list[Reading]:
     """Reads the tokens at all places of a feed whose logits are needed, for each part.
 
-    `hidden` and `index` are those of `run`. The draws are, of each row, the key of the new samples, the key that the
-    drafts were sampled with, and the settings; the grid is (B, M, K).
+    `hidden` and `index` come from `run`. `draws` has, for each row, the key for new samples, the key with which the
+    drafts were sampled, and the settings; `grid` is (B, M, K).
     """
     (B, W), shards, portion = feed.tokens.shape, sizes.shards, sizes.portion
 
@@ -168,7 +168,7 @@ def read(
         at = jnp.minimum(at, R - 1)  # padding after the last place
         packed, position, may_end, is_draft, is_drawn, candidate = jax.tree.map(lambda x: take(x, at), places)
         fresh, planned, settings = jax.tree.map(lambda x: take(x, at // W), rows)
-        # The token after a draft is sampled with the same noise as in the plan, so that both are most likely equal.
+        # The token after a draft is sampled with the same noise as in the plan, so that the two are likely to be equal.
         keys = jnp.where(is_draft, planned, fresh)
         real, choosable = mask_logits(model.logits(take(hidden, packed)), may_end, ids)
         token = sample(choosable, is_drawn, keys, position + is_draft, settings)

@@ -10,10 +10,10 @@ from refusion_jax.systems.interface import ScoredText, ScoredTokens
 
 
 def slot_scoring(text: ScoredText) -> ScoredTokens:
-    """The feed of a text, whose exact likelihood it gives for an order of its slots, by the chain rule.
+    """The input tokens that give the exact likelihood of a text, for an order of its slots, by the chain rule.
 
     The first token of a slot is predicted by a mask token at its place that attends to exactly what was committed
-    before the slot, as if this slot were the only one to plan; the other tokens of the slot are predicted by the token
+    before the slot, as if it were the only slot of a plan; the other tokens of the slot are predicted by the token
     before them, as in training. One forward pass scores all slots. Slots start at the first token of the continuation;
     the last one may be short. A prompt token `p` and the slots (ab)(cd) in the order (cd)(ab) are fed as
 
@@ -24,7 +24,7 @@ def slot_scoring(text: ScoredText) -> ScoredTokens:
         labels       .  d  .  b  .  a  c
 
     Raises:
-      UserError: where the order does not name every slot once.
+      UserError: if the order does not name every slot exactly once.
     """
     prompt, continuation, slot_size = text.prompt, text.continuation, text.slot_size
     P, R = len(prompt), len(continuation)

@@ -1,11 +1,11 @@
 """Plan and infill (ReFusion, arXiv 2512.13586, section 3.3): what both kinds of infilling have in common.
 
-Every row of a batch is in a phase, which decides which of its tokens are fed and how their logits are used: no row
-waits for another. In the phase PLAN these are mask tokens of the slots that remain of its serial block, and it chooses
-the confident ones. The phases that follow make text of the chosen slots' drafts: those of exact infilling (decoder.py)
-or of the paper's thresholds (authors.py). If speculation (budget.py) has room, the next plan is fed with them. Its
-tokens attend to exactly what they would attend to in a forward pass of their own, so the text is the same: if all
-drafts are committed, the plan is already there, and one forward pass is saved.
+Every row of a batch is in a phase of its own, so that no row waits for another; the phase says which of its tokens are
+fed and how their logits are used. In the phase PLAN, mask tokens of the remaining slots of its serial block are fed,
+and the confident slots are chosen. The next phases turn the drafts of these slots into text, by exact infilling
+(decoder.py) or by the paper's thresholds (authors.py). If speculation (budget.py) has room, the next plan is fed along
+with the drafts. Its tokens attend to exactly what they would attend to in a forward pass of their own, so the text is
+the same: if all drafts are committed, the plan is already there, and one forward pass is saved.
 
 Axes: B rows, M slots of a block, K slot size, W width of a forward pass.
 """
@@ -37,17 +37,17 @@ PLAN, VERIFY, PROPOSE, CHECK = range(4)
 
 @struct.dataclass
 class Work:
-    """The work of each row in its block."""
+    """What each row is doing in its block."""
 
     phase: Int32[Array, "B"]
     chosen: Bool[Array, "B M"]  # the slots being verified or infilled
     drafts: Int32[Array, "B M K"]
-    accepted: Int32[Array, "B M"]  # length of each chosen slot's prefix that is accepted already
+    accepted: Int32[Array, "B M"]  # length of each chosen slot's accepted prefix
 
 
 @struct.dataclass
 class State(RowState):
-    """The state of the decoding loop."""
+    """The current block of each row, its work, and the cache."""
 
     places: Canvas
     cache: kv.Cache
@@ -55,9 +55,9 @@ class State(RowState):
     block: Int32[Array, "B"]  # the serial block being decoded
     remaining: Bool[Array, "B M"]  # slots of the block that are still masked
     ended: Bool[Array, "B"]  # an EOS was committed: no further blocks
-    plans: Int32[Array, "B"]  # that were followed
-    plan_hits: Int32[Array, "B"]  # forward passes after which a plan fed with them could be used
-    plan_misses: Int32[Array, "B"]  # forward passes after which it could not
+    plans: Int32[Array, "B"]  # number of plans followed
+    plan_hits: Int32[Array, "B"]  # forward passes whose drafts were all committed: a plan fed along could be used
+    plan_misses: Int32[Array, "B"]  # other forward passes along with which a plan may be fed
 
     @property
     def rounds(self) -> Int32[Array, "B"]:
@@ -76,7 +76,7 @@ class Needs(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SlotDecoder(Decoder):
-    """The decoder with its compiled sizes; subclasses have the methods that raise NotImplementedError here."""
+    """The base of both kinds of infilling, which implement the methods that raise NotImplementedError here."""
 
     settings: ClassVar[type[SlotSettings]] = SlotSettings
     copies_prefix: ClassVar[bool] = True
@@ -90,13 +90,13 @@ class SlotDecoder(Decoder):
 
     @classmethod
     def settings_for(cls, fed: float, new_tokens: int, slot_size: int = 8) -> dict[str, Any]:
-        """A plan takes a serial block, of whole slots."""
+        """As many serial blocks, of whole slots, as make a plan about `fed` tokens long."""
         slots, most = new_tokens // slot_size, max(1, round(new_tokens / fed))
         return {"serial_blocks": next(blocks for blocks in range(most, 0, -1) if slots % blocks == 0)}
 
     @property
     def block(self) -> int:
-        """Tokens of a serial block, at most, which one forward pass may commit."""
+        """The most tokens of a serial block, all of which one forward pass may commit."""
         return self.block_slots * self.slot_size
 
     @classmethod
@@ -109,13 +109,13 @@ class SlotDecoder(Decoder):
             slots=max(len(slots_of(request)) for request in requests),
             block_slots=block_slots,
             width=K * max(map(cls.slots_of_a_forward, requests)),
-            budget=max(0, *(request.settings.budget for request in requests)),  # which "auto" has, too
+            budget=max(0, *(request.settings.budget for request in requests)),  # "auto" is -1
             cache_length=text_capacity(requests) + block_slots * K,
         )
 
     @classmethod
     def slots_of_a_forward(cls, request: Request) -> int:
-        """Slots of the widest forward pass of a request: those of a block, and speculating those of the next."""
+        """Slots of the widest forward pass of a request: those of a block and, with speculation, of the next."""
         per_block = slots_a_block(request)
         return per_block * (2 if request.settings.budget and len(slots_of(request)) > per_block else 1)
 
@@ -152,7 +152,7 @@ class SlotDecoder(Decoder):
         return self.sizes(model, rows).portion
 
     def step(self, model: Transformer, s: State) -> State:
-        """One forward pass: drafts, a plan and masks are fed; the phase of each row judges what is read there."""
+        """One forward pass over drafts, a plan and masks, whose results are used as each row's phase says."""
         sizes = self.sizes(model, len(s.block))
         here, following = (s.places.block(s.block + i, self.block_slots) for i in (0, 1))
         needs = self.needs(s.work, here)
@@ -195,7 +195,7 @@ class SlotDecoder(Decoder):
         """(the block of each row's plan, its planned slots; the shape to run).
 
         A row in the phase PLAN plans what remains of its block. The others plan ahead if speculation has room: the
-        slots that remain if all their drafts are accepted, or where none would, those of the following block.
+        slots that remain if all their drafts are accepted or, if none remain, those of the following block.
         """
         is_planning = s.work.phase == PLAN
         rest = s.remaining & ~needs.chosen
@@ -246,7 +246,7 @@ class SlotDecoder(Decoder):
         )
 
     def needs(self, work: Work, here: Block) -> Needs:
-        """The needs of each row's phase; `here` is its block."""
+        """The tokens that each row's phase needs; `here` is its block."""
         raise NotImplementedError
 
     def candidates(self, work: Work) -> Int32[Array, "B M K"]:
@@ -268,7 +268,7 @@ class SlotDecoder(Decoder):
     ) -> tuple[Work, Bool[Array, "B M K"]]:
         """(the next work of each row, unless a next plan is ready; the drafts to commit).
 
-        There are readings of the drafts, of the plan and, where a decoder needs them, of the masks.
+        `readings` are those of the drafts, of the plan and, if the decoder feeds any, of the masks.
         """
         raise NotImplementedError
 
@@ -276,7 +276,7 @@ class SlotDecoder(Decoder):
 def choose_slots(
     candidates: Bool[Array, "B M"], block: Block, confidence: Float32[Array, "B M"], settings: TracedSettings
 ) -> Bool[Array, "B M"]:
-    """The slots that a plan chooses: all confident candidates, or else the best; or as many by rank."""
+    """The slots a plan chooses: all confident candidates, or else the best one; in a fixed order, as many by rank."""
     confident = candidates & (confidence > settings.slot_threshold[:, None])
     best = jnp.argmax(jnp.where(candidates, confidence, -1.0), axis=1)
     single = jnp.arange(candidates.shape[1])[None] == best[:, None]
@@ -287,7 +287,7 @@ def choose_slots(
 
 
 def to_commit(work: Work, here: Block, accepted: Bool[Array, "B M K"], eos_id: int) -> Bool[Array, "B M K"]:
-    """The drafts to commit: of the accepted prefix of all chosen slots in sequence, up to an EOS or the whole slots.
+    """The drafts to commit: the accepted prefix of all chosen slots in sequence, cut after an EOS or a whole slot.
 
     An EOS after the accepted prefix is ignored.
     """

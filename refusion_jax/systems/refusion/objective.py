@@ -89,7 +89,7 @@ def draw_noise(keys: Key[Array, "B"], rows: Rows, sizes: tuple[int, ...], eps: f
             jax.random.bits(rank_key, (T,)),
         )
 
-    # One draw for every index of the row; a document or slot uses that at its first token.
+    # One draw for every index of the row; a document or slot uses the draw at its first token.
     size, p, u, rank = jax.vmap(draw)(keys)
     size, p = (jnp.take_along_axis(x, document, axis=1) for x in (size, p))
     starts = slot_starts(rows, size)

@@ -32,9 +32,9 @@ class CommittedText(ReferenceDecoder):
         self.text |= fed
 
     def visible(self, fed: Fed, alone: bool) -> Bool[np.ndarray, "n n"]:
-        """Which tokens (columns) each one (row) attends to; what is fed to all committed ones and those up to itself.
+        """Which tokens (columns) each one (row) attends to: fed ones to all committed ones, and to fed ones causally.
 
-        If `alone`, to those of its own slot alone among the fed ones.
+        If `alone`, fed tokens attend only to those fed tokens that are of their own slot.
         """
         slot_of = {place: number for number, slot in enumerate(self.slots) for place in slot}
         slot = [slot_of.get(place, -1) for place in fed]
@@ -66,8 +66,8 @@ def plan_and_infill(model: Transformer, request: Request, plans_alone: bool = Fa
     for first in range(0, len(text.slots), per_block):
         slots = text.slots[first : first + per_block]
         while slots:
-            # Plan: mask tokens for all slots that remain. Slots are chosen by the confidence of their first token, or
-            # as many of them in another order.
+            # Plan: mask tokens for all slots that remain. Slots are chosen by the confidence of their first token; in
+            # another order, as many slots are chosen in that order.
             rounds += 1
             masks = dict.fromkeys((place for slot in slots for place in slot), text.ids.mask_id)
             p = text.probabilities("plan", masks, plans_alone)
@@ -87,11 +87,11 @@ def plan_and_infill(model: Transformer, request: Request, plans_alone: bool = Fa
 def infill_exactly(text: CommittedText, chosen: list[range], draft: dict[int, int], chance: dict[int, float]) -> None:
     """Exact infilling: commits all chosen slots, with the same text as one token at a time.
 
-    The chosen slots in sequence are fed together. Each draft that differs from the token to have at its place is
+    The chosen slots in sequence are fed together. Each draft that differs from the wanted token at its place is
     replaced by it; the first replacement is final, since all tokens before it are.
 
-    The slots are in text order. `draft` has the plan's token of each place, of which the first of a slot is final, and
-    `chance` its probability in the plan.
+    The slots are in text order. `draft` has the plan's token for each place, of which the first of each slot is final,
+    and `chance` its probability in the plan.
     """
     blend, eos, now = text.request.settings.infill_blend, text.ids.eos_id, dict(draft)
     while chosen:
@@ -140,7 +140,7 @@ def infill_by_threshold(
     count = ends[0] + 1 if ends else prefix
     text.commit({place: draft[place] for place in places[:count]})
 
-    # If there are none, infill, with each slot alone: draft the rest again and check it, until all are accepted.
+    # If there are none, infill, with slots that do not see each other: draft the rest and check it, until accepted.
     while not count:
         fed = {at: draft[at] if i < runs[slot] else mask for slot in chosen for i, at in enumerate(slot)}
         proposed = text.probabilities("propose", fed, alone=True)

@@ -26,14 +26,14 @@ from refusion_jax.systems.refusion.settings import SequentialSettings
 
 @struct.dataclass
 class State(Continuation):
-    """The state of the decoding loop."""
+    """A cached text and its last token."""
 
     last: Int32[Array, "B"]  # the last token, not in the cache yet
     last_place: Int32[Array, "B"]  # its position in the text
 
 
 class Sequential(Continuer):
-    """The decoder with its compiled sizes."""
+    """Commits one token per forward, in text order."""
 
     settings: ClassVar[type[SequentialSettings]] = SequentialSettings
     fills_gaps: ClassVar[bool] = True

@@ -18,7 +18,7 @@ BEST_INFILL = {"infill": EXACT, "infill_blend": 0.5}  # right most often (benchm
 
 @dataclasses.dataclass(frozen=True)
 class _Slots(shared.Settings):
-    """Settings of whatever writes slots."""
+    """Settings of all decoders that write slots."""
 
     slot_size: int = setting(8, "Tokens per slot", scope="compiled", at_least=1, at_most=4096)
 
@@ -94,7 +94,7 @@ class SlotSettings(_Slots):
             )
 
     def for_model(self, model: ModelConfig) -> Self:
-        """The settings with `infill` and `token_threshold` resolved, as a batch has one kind of infilling.
+        """The settings with `infill` and `token_threshold` resolved, because a batch uses one kind of infilling.
 
         The default is exact infilling, which writes better text in fewer forward passes (see
         benchmarks/results/infilling.md), unless `token_threshold` is given, which only the authors' infilling uses.
@@ -120,7 +120,7 @@ class SlotSettings(_Slots):
 
 
 class SequentialSettings(_Slots):
-    """How to decode such a model one token per forward."""
+    """How to decode a slot-diffusion model one token per forward."""
 
     @classmethod
     def operating_points(cls, new_tokens: int, trained: Mapping[str, Any]) -> list[dict[str, Any]]:

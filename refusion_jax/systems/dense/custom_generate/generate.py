@@ -51,7 +51,7 @@ def _answer(model, prompt, count, slot_size):
         if c.eos_token_id in new:
             new = new[: new.index(c.eos_token_id) + 1]
         answer += new
-        cache.crop(len(new) - 1 - len(drafts) - slot_size)  # so many are taken away
+        cache.crop(len(new) - 1 - len(drafts) - slot_size)  # removes what was not committed
 
         if seen <= accepted:
             guesses = slice(len(drafts) + 1 + len(new) - seen, None)

@@ -3,7 +3,7 @@
   model.generate(input_ids=ids, max_new_tokens=64, custom_generate=DIR, trust_remote_code=True)
 
 ReFusion (arXiv 2512.13586, section 3.3) with exact infilling: slots are planned in any order, the chosen ones are fed
-together, and whatever is right as it stands is committed. Every token sees what was fed before it, so that the cache
+together, and drafts that are already right are committed. Every token sees what was fed before it, so that the cache
 grows in the order of commitment; nothing in it is computed again.
 
 Axes: B rows, T tokens of a prompt, W fed tokens, V vocabulary.
@@ -27,7 +27,7 @@ def generate(
       slot_size: tokens of a slot.
       serial_blocks: the answer is cut into so many runs of whole slots, decoded one after the other; its length is
         rounded up to them.
-      slot_threshold: slots with a first token more probable than this are chosen, one at least.
+      slot_threshold: slots with a first token more probable than this are chosen, at least one.
       infill_blend: weight of the plan's probabilities in the choice between its draft and the next token.
       asked: max_new_tokens and others, see `decode_rows`.
     """
@@ -60,16 +60,16 @@ def _answer(model, prompt, blocks, threshold, blend):
     for block in blocks:
         slots = block
         while slots:
-            # Plan: masks for all slots that are left. Those with a sure first token are chosen.
+            # Plan: masks for all slots that are left. Those with a confident first token are chosen.
             p = predicted({place: c.mask_token_id for slot in slots for place in slot})
-            cache.crop(-len(p))  # so many are taken away
+            cache.crop(-len(p))  # removes the entries of the masks
             draft = {place: int(row.argmax()) for place, row in p.items()}
             sure = [float(p[slot[0]].max()) for slot in slots]
             chosen = [slot for slot, chance in zip(slots, sure, strict=True) if chance > threshold]
             chosen = chosen or [slots[sure.index(max(sure))]]
 
-            # Verify: each draft that differs from the token to have at its place is replaced by it. The first
-            # replacement is final, since all before it is right; whole slots of what is right are committed.
+            # Verify: each draft that differs from the wanted token at its place is replaced by it. The first
+            # replacement is final, since everything before it is right; whole slots that are right are committed.
             now = {place: draft[place] for slot in chosen for place in slot}
             while chosen:
                 now = {place: now[place] for slot in chosen for place in slot}
