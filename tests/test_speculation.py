@@ -37,6 +37,7 @@ from refusion_jax.checkpoints.run_directory import write_model_config
 from refusion_jax.checkpoints.weights import save_params
 from refusion_jax.decoding.auxiliary import with_auxiliaries
 from refusion_jax.decoding.cache import visible_to_masks
+from refusion_jax.decoding.memory import bytes_needed
 from refusion_jax.decoding.requests import Request, prepare
 from refusion_jax.distributed.sharding import make_mesh
 from refusion_jax.model.shape import READ_ALIKE
@@ -211,6 +212,14 @@ def test_the_row_of_the_docstring_of_dflash_is_fed_seen_and_labelled_as_drawn():
     assert batch.inputs[0].tolist() == [7, MASK, 9, MASK, 7, 8, 9, 10]
     assert batch.labels[0, :3].tolist() == [8, 9, 10]
     np.testing.assert_allclose(batch.weights["mdm"][0], [1 / 3] * 3 + [0] * 5)
+
+
+def test_the_memory_of_a_short_list_of_the_head_counts_with_a_drafter_too():
+    model, mesh = tiny_model().with_head_rows(8), make_mesh({}, jax.devices()[:1])
+    decoder = decoder_for(prepare([[BOS]], settings("ar"), model.config), model.config)
+    both = model, with_auxiliaries(model, drafter=tiny_model())
+    alone, drafted = (bytes_needed(m, mesh, 4, decoder) for m in both)
+    assert drafted >= alone > bytes_needed(tiny_model(), mesh, 4, decoder)
 
 
 def test_what_dflash_cannot_read_is_refused(tmp_path):

@@ -252,6 +252,7 @@ class Wrapper(Transformer):
     def __init__(self, model: Transformer):
         self.model = model
         self.config, self.dtype, self.cache_dtype = model.config, model.dtype, model.cache_dtype
+        self.head_rows = model.head_rows
 
     def hidden_and_load(self, *fed: Any) -> tuple[Float[Array, "B T D"], Load | None]:
         return self.model.hidden_and_load(*fed)

@@ -41,7 +41,7 @@ class SpeedProxy(Wrapper):
 
     def __init__(self, trained: Transformer, proxy: Transformer):
         super().__init__(trained)
-        self.proxy, self.head_rows = proxy, trained.head_rows
+        self.proxy = proxy
 
     @property
     def weight_bytes(self) -> int:
