@@ -283,6 +283,3 @@ class Continuer(Decoder):
     def width_for(cls, requests: Sequence[Request]) -> int:
         """Tokens of a row in one forward pass that serve these requests."""
         raise NotImplementedError
-
-    def scored(self, model: Transformer, rows: int) -> int:
-        return super().scored(model, rows) * min(self.width, self.new_tokens) // self.width

@@ -82,7 +82,7 @@ class DraftAndAgree(Continuer):
         return FilledText.start_text(layout, keys, self.lookahead, self.ids.mask_id, cache=cache)
 
     def scored(self, model: Transformer, rows: int) -> int:
-        return super().scored(model, rows) * self.lookahead // self.new_tokens
+        return super().scored(model, rows) * self.lookahead // self.width
 
     def step(self, model: Transformer, s: FilledText) -> FilledText:
         """One forward pass of the model over the text and the masks ahead, and one of the verifier over the drafts."""
