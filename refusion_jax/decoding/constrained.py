@@ -161,10 +161,10 @@ class ConstrainedBatch(RunningBatch):
             self.failed.pop(row, None)
         return rows
 
-    def run(self, finished: int, most: int = UNTIL_DONE) -> None:
+    def run(self, finished: int, most: int = UNTIL_DONE) -> int:
         if most:
             self._give_drafts()
-        super().run(finished, min(most, 1))
+        return super().run(finished, min(most, 1))
 
     def look(self) -> Progress:
         """Waits for the forward pass; then the grammars read what it has committed."""

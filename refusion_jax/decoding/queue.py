@@ -92,13 +92,13 @@ def stream(
         wanted = min(refill, len(waiting)) if waiting else batch.rows
         most = every if watch else _MOST
         most = 0 if most == 1 and some else most  # which shows what an admission commits
-        batch.run(wanted, most)
+        passes = batch.run(wanted, most)
         yield from answers()  # the caller's work, too, takes place while the device decodes
         progress = batch.look()
         if batch.failed:
             raise next(iter(batch.failed.values()))
         count = progress.record.count  # which a decoder may also take back
-        idle = 0 if some or np.any(count > committed) else idle + most
+        idle = 0 if some or np.any(count > committed) else idle + passes
         committed = count if some else np.maximum(count, committed)
         if idle > _IDLE:
             raise UserError(f"{type(decoder).__name__}.step: does not end: {idle} forwards have committed nothing new")
@@ -217,12 +217,16 @@ class RunningBatch:
         with jax.set_mesh(self._mesh):
             self._state, self._store = _admit(self._compiled, self._params, self._state, self._store, new)
 
-    def run(self, finished: int, most: int = UNTIL_DONE) -> None:
-        """Starts to decode, until so many rows are finished, free ones included, or `most` forward passes are done."""
+    def run(self, finished: int, most: int = UNTIL_DONE) -> int:
+        """Starts to decode, until so many rows are finished, free ones included, or `most` forward passes are done.
+
+        Returns how many passes that may be, at most: of those whose trajectory is recorded there is room for few.
+        """
         with jax.set_mesh(self._mesh):
             most = min(most, self.recorded or most)
             how = finished, most, self.recorded, self._counts_drafts
             self._state, self._trajectory, self._drafts = _run(self._compiled, self._params, self._state, *how)
+        return most
 
     def look(self) -> Progress:
         """Waits for the device and fetches what the rows have decoded."""
