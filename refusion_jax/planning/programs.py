@@ -9,7 +9,6 @@ import math
 import jax
 import jax.numpy as jnp
 import ml_collections
-from jax.sharding import Mesh
 
 from refusion_jax.cli.errors import SettingError
 from refusion_jax.config import check, check_mesh
@@ -22,7 +21,7 @@ from refusion_jax.distributed import sharding
 from refusion_jax.model.abstract import abstract_transformer
 from refusion_jax.planning.compiler import tpu_devices
 from refusion_jax.systems.api import decoder_for
-from refusion_jax.training.program import train_program
+from refusion_jax.training.program import Program, train_program
 
 
 def lower_train(config: str, topology: str, slices: int) -> jax.stages.Lowered:
@@ -72,9 +71,7 @@ def lower_decode(config: str, topology: str, slices: int, settings: Settings) ->
         return program.lower(graphdef, target, newcomers, rows, decoder)
 
 
-def state_bytes(config: ml_collections.ConfigDict, mesh: Mesh) -> float:
+def state_bytes(program: Program) -> float:
     """Bytes per chip of weights, optimizer state and counters."""
-    target = train_program(config, model_config(config), mesh).target
-    return float(
-        sum(jnp.dtype(x.dtype).itemsize * math.prod(x.sharding.shard_shape(x.shape)) for x in jax.tree.leaves(target))
-    )
+    state = jax.tree.leaves(program.target)
+    return float(sum(jnp.dtype(x.dtype).itemsize * math.prod(x.sharding.shard_shape(x.shape)) for x in state))

@@ -10,7 +10,6 @@ import ml_collections
 from rich.table import Table
 
 from refusion_jax.cli.errors import UserError, first_line
-from refusion_jax.config import make_objective
 from refusion_jax.config.model import model_config
 from refusion_jax.decoding.settings import Settings
 from refusion_jax.distributed import sharding
@@ -20,7 +19,7 @@ from refusion_jax.planning import hlo, programs
 from refusion_jax.planning.compiler import Compiled, assigned_bytes, compile_program, libtpu_version, tpu_devices
 from refusion_jax.planning.costs import GATHER_BY_SUM, Costs, count
 from refusion_jax.planning.estimate import Estimate, estimate
-from refusion_jax.systems.interface import train_flops_per_row
+from refusion_jax.training.program import train_program
 
 GIB = 2.0**30
 
@@ -36,9 +35,9 @@ def plan_train(config: ml_collections.ConfigDict, topology: str, slices: int, me
     costs = count(compiled.module, mesh.size // slices)
     times, shape = estimate(costs, chip), model_config(config)
     tokens = config.batch_size * config.row_length
-    objective = make_objective(config, shape.mask_token_id)
-    model_flops = config.batch_size * train_flops_per_row(objective, shape, config.row_length) / mesh.size
-    state, (weights, active) = programs.state_bytes(config, mesh), count_weights(shape)
+    program = train_program(config, shape, mesh)
+    model_flops = config.batch_size * program.flops_per_row / mesh.size
+    state, (weights, active) = programs.state_bytes(program), count_weights(shape)
     return {
         **_program("train", topology, slices, mesh.size, compiled, costs),
         "mesh": dict(mesh.shape),

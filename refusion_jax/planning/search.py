@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 import ml_collections
 
 from refusion_jax.cli.errors import UserError
+from refusion_jax.config.model import model_config
 from refusion_jax.decoding.settings import Settings
 from refusion_jax.distributed.chips import find_chip
 from refusion_jax.distributed.sharding import make_mesh, shard_count
@@ -21,6 +22,7 @@ from refusion_jax.planning.compiler import tpu_devices
 from refusion_jax.planning.fastest import as_flags, changes
 from refusion_jax.planning.programs import state_bytes
 from refusion_jax.planning.report import plan_decode, plan_train
+from refusion_jax.training.program import train_program
 
 *_, _SMALL, _SMALLEST = REMAT_POLICIES  # the two that need the least memory
 
@@ -52,7 +54,7 @@ def fix_for(config: ml_collections.ConfigDict, topology: str, slices: int) -> st
         changed = with_flags(config, flags)
         try:
             mesh = make_mesh(changed.mesh, tpu_devices(topology, slices))
-            if state_bytes(changed, mesh) > find_chip(topology).hbm_limit:
+            if state_bytes(train_program(changed, model_config(changed), mesh)) > find_chip(topology).hbm_limit:
                 return False  # whatever the activations take: nothing needs to be compiled
             return plan_train(changed, topology, slices, memory_only=True)["fits"]
         except UserError:
