@@ -376,7 +376,7 @@ def test_how_much_is_fed_is_chosen_by_the_rows_and_the_device():
     requests = prepare(PROMPTS, settings("dense", fed_tokens=0, size=8), model.config)
     decoder = decoder_for(requests, model.config)
     assert decoder.width == 48
-    reach = [decoder.shape(model, rows)[0] for rows in (1, 8, 64)]
+    reach = [decoder.best_pass(model, rows)[0] for rows in (1, 8, 64)]
     assert reach == sorted(reach, reverse=True)
     assert reach[0] > reach[-1] == 1  # the arithmetic of many rows is not free
     # One token and no draft have one prefix, whatever else may be fed.

@@ -1,9 +1,9 @@
 """Lossless drafting: the text that the model writes one token at a time, several tokens per forward.
 
-The text is written left to right, each token predicted by the one before it. (The first token of a gap that what was
-given does not lead up to is predicted by a mask, which sees all that was committed.) Slots of masks guess ahead. Each
-forward pass takes the last token, N - 1 drafts of the tokens after it, and N masks for each of G prefixes of the
-drafts, as if the text ended there:
+The text is written left to right, each token predicted by the one before it. (Where a gap does not directly follow the
+token before it, a mask that sees all committed tokens predicts its first one.) Slots of masks guess ahead. Each forward
+pass takes the last token, N - 1 drafts of the tokens after it, and N masks for each of G prefixes of the drafts, as if
+the text ended there:
 
     places   3 4 5 6 | 5 6 7 8 | 7 8 9 10       N = 4, G = 2: masks after the first draft, and after all three
     tokens   x d d d | M M M M | M M M M
@@ -35,7 +35,7 @@ from typing import Any, ClassVar, Self
 import jax
 import jax.numpy as jnp
 from flax import struct
-from jaxtyping import Array, Float32, Int32, Key
+from jaxtyping import Array, Bool, Float32, Int32, Key
 
 from refusion_jax.cli.settings import setting
 from refusion_jax.decoding import cache as kv
@@ -49,10 +49,10 @@ from refusion_jax.distributed.sharding import device_kind_here, shard_count_here
 from refusion_jax.model.shape import ModelConfig
 from refusion_jax.model.transformer import Transformer
 
-# (slots drafted at once, 0 for a single mask; prefixes followed by masks) -> share of the drafts that are accepted, as
-# measured with slots of 8 (benchmarks/results/dense.md).
-_ACCEPTED = {(0, 1): 0.0, (1, 1): 0.53, (1, 2): 0.54, (2, 2): 0.33}
-_OVERHEAD = 16  # tokens of arithmetic that the rest of a forward pass takes, at the least
+# (slots drafted at once, prefixes followed by masks) -> share of the drafts that are accepted, with slots of 8
+# (benchmarks/results/dense.md).
+_ACCEPTED = {(1, 1): 0.53, (1, 2): 0.54, (2, 2): 0.33}
+_OVERHEAD = 16  # what a forward pass costs besides its tokens, in tokens, at the least
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,14 +73,41 @@ class DraftSettings(shared.Settings):
 
 
 @struct.dataclass
+class Drafts:
+    """Guesses of the tokens after the last one of each row, in the order of the text."""
+
+    tokens: Int32[Array, "B M"]
+    sure: Float32[Array, "B M"]  # the highest probability at the mask of each
+    count: Int32[Array, "B"]  # the first so many are drafts, the others padding
+
+    @classmethod
+    def none(cls, B: int, M: int) -> Self:
+        return cls(jnp.zeros((B, M), jnp.int32), jnp.zeros((B, M), jnp.float32), jnp.zeros((B,), jnp.int32))
+
+    @property
+    def is_draft(self) -> Bool[Array, "B M"]:
+        return jnp.arange(self.tokens.shape[1])[None] < self.count[:, None]
+
+    def at(self, index: Int32[Array, "B K"], count: Int32[Array, "B"]) -> Self:
+        """Those at K indices, of which the first `count` are drafts."""
+        tokens, sure = (jnp.take_along_axis(x, index, axis=1) for x in (self.tokens, self.sure))
+        return Drafts(tokens, sure, jnp.clip(count, 0, index.shape[1]))
+
+    def likely_prefixes(self, G: int) -> Int32[Array, "B G"]:
+        """The G lengths of the accepted prefix that are most probable."""
+        accepts = jnp.where(self.is_draft, self.sure, 0)
+        accepts = jnp.pad(accepts, ((0, 0), (1, 1)), constant_values=((0, 0), (1, 0)))
+        exactly = jnp.cumprod(accepts[:, :-1], axis=1) * (1 - accepts[:, 1:])  # [B, M + 1], by the length
+        return jax.lax.top_k(exactly, G)[1]
+
+
+@struct.dataclass
 class State(Continuation):
     """The state of the decoding loop."""
 
     pending: Int32[Array, "B"]  # the last token, not in the cache yet
     place: Int32[Array, "B"]  # its position in the text
-    drafts: Int32[Array, "B M"]  # of the tokens after it
-    sure: Float32[Array, "B M"]  # the highest probability of each draft's mask
-    drafted: Int32[Array, "B"]  # how many drafts there are
+    drafts: Drafts  # of the tokens after it
 
     @property
     def rounds(self) -> Int32[Array, "B"]:
@@ -114,28 +141,28 @@ class Drafting(Continuer):
     @property
     def most(self) -> tuple[int, int]:
         """(N, G) of the widest forward pass."""
-        return max(self._choices)
+        return max(self._passes)
 
     @property
-    def _choices(self) -> dict[tuple[int, int], float]:
-        """(N, G) -> tokens per forward, of the forward passes that the settings allow."""
-        fitting = {
-            (reach := slots * self.slot_size or 1, min(prefixes, reach)): 1 + share * (slots * self.slot_size - 1)
-            for (slots, prefixes), share in _ACCEPTED.items()
-            if not slots or not self.fed_tokens or slots * self.slot_size * (1 + prefixes) <= self.fed_tokens
-        }
-        return {max(fitting): 1.0} if self.fed_tokens else fitting
+    def _passes(self) -> dict[tuple[int, int], float]:
+        """(N, G) -> expected tokens per forward, of the forward passes that the settings allow."""
+        found = {(1, 1): 1.0}
+        for (slots, prefixes), share in _ACCEPTED.items():
+            N = slots * self.slot_size
+            if not self.fed_tokens or N * (1 + prefixes) <= self.fed_tokens:
+                found[N, min(prefixes, N)] = 1 + share * (N - 1)
+        return {max(found): 1.0} if self.fed_tokens else found
 
-    def shape(self, model: Transformer, rows: int) -> tuple[int, int]:
+    def best_pass(self, model: Transformer, rows: int) -> tuple[int, int]:
         """(N, G) of a forward pass with this many rows: most tokens in a time that grows with all that is fed."""
         free = free_tokens(model.weight_bytes, device_kind_here(), model.operand_dtype.itemsize)
         rows = rows // shard_count_here("batch")
 
-        def speed(choice):
-            reach, prefixes = choice
-            return self._choices[choice] / (max(free, _OVERHEAD) + rows * reach * (1 + prefixes))
+        def speed(size):
+            N, G = size
+            return self._passes[size] / (max(free, _OVERHEAD) + rows * N * (1 + G))
 
-        return max(self._choices, key=speed)
+        return max(self._passes, key=speed)
 
     def init(self, model: Transformer, layout: Layout, keys: Key[Array, "B"]) -> State:
         """The initial state: all that is given is prefilled, and the first token committed."""
@@ -147,111 +174,97 @@ class Drafting(Continuer):
         tokens, places = (jnp.take_along_axis(x, index, axis=1) for x in (given.tokens, given.positions))
         last = given.length - before - 1
 
-        none = {"drafts": jnp.zeros((B, N - 1), jnp.int32), "sure": jnp.zeros((B, N - 1), jnp.float32)}
-        none |= {"drafted": jnp.zeros_like(last)}
-        own = {"pending": _at(tokens, last), "place": _at(places, last)} | none
+        own = {"pending": _at(tokens, last), "place": _at(places, last), "drafts": Drafts.none(B, N - 1)}
         s = State.start(layout, keys, self.width, cache=cache, **own)
 
         prefixes = jnp.zeros((B, 1), jnp.int32)
-        ahead = _masks(self._next_place(s), prefixes, N)
+        ahead = self._next_place(s)[:, None] + _mask_offsets(prefixes, N)
         fed = jnp.concatenate([tokens, jnp.full(ahead.shape, self.ids.mask_id)], axis=1)
         visible = kv.visible_to_masks(P, prefixes + last[:, None], N, self.slot_size)
         x, new = model.extend_hidden(
             fed, jnp.concatenate([places, ahead], axis=1), cache.entries, cache.length, visible
         )
         x = jnp.concatenate([jnp.take_along_axis(x, last[:, None, None], axis=1), x[:, P:]], axis=1)
-        after = self._advance(s, cache, model.logits(x), prefixes, 1)
+        after = self._advance(s, Drafts.none(B, 0), cache, model.logits(x), prefixes)
         cache = kv.Cache(kv.write(cache, new).entries, given.length)
         return after.replace(cache=cache, forwards=s.forwards)
 
     def step(self, model: Transformer, s: State) -> State:
         """One forward pass, in which each row commits the accepted drafts and one more token, and makes new drafts."""
-        N, G = self.shape(model, len(s.pending))
-        drafts, sure = s.drafts[:, : N - 1], s.sure[:, : N - 1]
+        N, G = self.best_pass(model, len(s.pending))
         first = self._next_place(s)
-        drafted = jnp.minimum(jnp.where(first == s.place + 1, s.drafted, 0), N - 1)
+        usable = jnp.where(first == s.place + 1, s.drafts.count, 0)  # none in the next gap
+        drafts = Drafts(s.drafts.tokens[:, : N - 1], s.drafts.sure[:, : N - 1], jnp.minimum(usable, N - 1))
+        prefixes = drafts.likely_prefixes(G)
 
-        # The probability that exactly so many drafts are accepted.
-        accepts = jnp.where(jnp.arange(N - 1)[None] < drafted[:, None], sure, 0)
-        accepts = jnp.pad(accepts, ((0, 0), (1, 1)), constant_values=((0, 0), (1, 0)))
-        prefixes = jax.lax.top_k(jnp.cumprod(accepts[:, :-1], axis=1) * (1 - accepts[:, 1:]), G)[1]
-
-        ahead = _masks(first, prefixes, N)
-        fed = jnp.concatenate([s.pending[:, None], drafts, jnp.full(ahead.shape, self.ids.mask_id)], axis=1)
+        ahead = first[:, None] + _mask_offsets(prefixes, N)
+        fed = jnp.concatenate([s.pending[:, None], drafts.tokens, jnp.full(ahead.shape, self.ids.mask_id)], axis=1)
         places = jnp.concatenate([s.place[:, None], first[:, None] + jnp.arange(N - 1)[None], ahead], axis=1)
         visible = kv.visible_to_masks(N, prefixes, N, self.slot_size)
         logits, cache = kv.extend(model, s.cache, fed, places, visible)
-        return self._advance(s.replace(drafted=drafted), cache, logits, prefixes, N)
+        return self._advance(s, drafts, cache, logits, prefixes)
 
     def _next_place(self, s: State) -> Int32[Array, "B"]:
         return _at(s.places.position, jnp.minimum(s.record.count, self.new_tokens - 1))
 
     def _advance(
-        self, s: State, cache: kv.Cache, logits: Float32[Array, "B _ V"], prefixes: Int32[Array, "B G"], n: int
+        self, s: State, drafts: Drafts, cache: kv.Cache, logits: Float32[Array, "B _ V"], prefixes: Int32[Array, "B G"]
     ) -> State:
-        """The next state, from one with as many drafts as were fed, and the cache that the forward pass has written to.
+        """The next state, after a forward pass over these drafts, which has written to the cache.
 
-        The logits are those at the n verified places, the last token and the drafts, and then at the masks.
+        The logits are those at the last token and the drafts, and then at the masks.
         """
-        offset, first = jnp.arange(n)[None], self._next_place(s)
+        n, first = 1 + drafts.tokens.shape[1], self._next_place(s)  # n verified places
         N = (logits.shape[1] - n) // prefixes.shape[1]
-        ahead = jnp.concatenate([offset + 0 * first[:, None], _masks(0 * first, prefixes, N)], axis=1)
+        verified = jnp.broadcast_to(jnp.arange(n), (len(first), n))
+        ahead = jnp.concatenate([verified, _mask_offsets(prefixes, N)], axis=1)
         places, index = first[:, None] + ahead, jnp.minimum(s.record.count[:, None] + ahead, self.new_tokens - 1)
-        may_end = s.places.may_end(jnp.take_along_axis(s.places.position, index, axis=1))
-        _, choosable = mask_logits(logits, may_end, self.ids)
+        positions = jnp.take_along_axis(s.places.position, index, axis=1)
+        _, choosable = mask_logits(logits, s.places.may_end(positions), self.ids)
         is_led_up_to = (first == s.place + 1)[:, None]
         choosable = choosable.at[:, 0].set(jnp.where(is_led_up_to, choosable[:, 0], choosable[:, n]))
         drawn = sample(choosable, jnp.ones_like(places, bool), s.keys, places, s.settings)
 
-        places, tokens, drafts = places[:, :n], drawn[:, :n], s.drafts[:, : n - 1]
-        is_draft = offset[:, : n - 1] < s.drafted[:, None]
-        accepted = run_length((tokens[:, : n - 1] == drafts) & is_draft)
-        tell(drafts, places[:, : n - 1], is_draft)
-        adjacent = jnp.take_along_axis(s.places.position, index[:, :n], axis=1) == places
-        room = run_length(adjacent)  # in this gap
+        tokens, places, room = drawn[:, :n], places[:, :n], run_length((positions == places)[:, :n])  # in this gap
+        accepted = run_length((tokens[:, :-1] == drafts.tokens) & drafts.is_draft)
+        tell(drafts.tokens, places[:, :-1], drafts.is_draft)
         after, kept = s.commit(cache, tokens, places, jnp.minimum(accepted + 1, room), self.ids.eos_id)
 
-        last = jnp.maximum(kept - 1, 0)
-        new = {"pending": _at(tokens, last), "place": _at(places, last), "drafted": jnp.zeros_like(kept)}
+        last, old = jnp.maximum(kept - 1, 0), s.drafts.replace(count=drafts.count)
+        pending, place, new = _at(tokens, last), _at(places, last), s.drafts.replace(count=jnp.zeros_like(kept))
         if N > 1:
-            sure = jnp.exp(jnp.max(choosable, axis=-1) - jax.nn.logsumexp(choosable, axis=-1))
-            new |= self._next_drafts(s, drawn[:, n:], sure[:, n:], prefixes, accepted, kept)
-            offset = jnp.arange(new["sure"].shape[1])[None]
-            is_new = offset < new["drafted"][:, None]
-            tell(new["drafts"], new["place"][:, None] + 1 + offset, is_new, new["sure"])
-        return s.renewed(after, **new)
-
-    def _next_drafts(
-        self,
-        s: State,
-        drawn: Int32[Array, "B W"],
-        sure: Float32[Array, "B W"],
-        prefixes: Int32[Array, "B G"],
-        accepted: Int32[Array, "B"],
-        kept: Int32[Array, "B"],
-    ) -> dict[str, Array]:
-        """Drafts of the tokens after the committed ones: by the masks after the longest prefix that was accepted, or
-        else those that were not reached.
-
-        At the W = N G masks, which see `prefixes` drafts, `drawn` tokens were taken, and `sure` is the highest
-        probability. There were `accepted` drafts, and `kept` tokens were committed.
-        """
-        M, N = s.drafts.shape[1], drawn.shape[1] // prefixes.shape[1]
-        usable = jnp.where(prefixes <= accepted[:, None], prefixes, -1)
-        seen, which = jnp.max(usable, axis=1), jnp.argmax(usable, axis=1)
-        later = kept[:, None] + jnp.arange(M)[None]  # [B, M]
-        at = which[:, None] * N + jnp.clip(later - seen[:, None], 0, N - 1)
-        made = {name: jnp.take_along_axis(x, at, axis=1) for name, x in (("drafts", drawn), ("sure", sure))}
-        left, has_masks = jnp.minimum(later, M - 1), seen >= 0
-        unreached = {name: jnp.take_along_axis(getattr(s, name), left, axis=1) for name in made}
-        count = jnp.where(has_masks, N - kept + seen, s.drafted - kept)
-        return select(has_masks, made, unreached) | {"drafted": jnp.clip(count, 0, M)}
+            at_masks = choosable[:, n:]
+            sure = jnp.exp(jnp.max(at_masks, axis=-1) - jax.nn.logsumexp(at_masks, axis=-1))
+            made = Drafts(drawn[:, n:], sure, jnp.full_like(kept, sure.shape[1]))
+            new = _redraft(old, made, prefixes, accepted, kept)
+            tell(new.tokens, place[:, None] + 1 + jnp.arange(new.tokens.shape[1])[None], new.is_draft, new.sure)
+        return s.renewed(after, pending=pending, place=place, drafts=new)
 
 
-def _masks(first: Int32[Array, "B"], prefixes: Int32[Array, "B G"], N: int) -> Int32[Array, "B _"]:
-    """The places of the masks after each prefix, G * N of them; `first` is that of the first draft."""
-    places = (first[:, None] + prefixes)[:, :, None] + jnp.arange(N)[None, None]
-    return places.reshape(len(first), -1)
+def _redraft(
+    old: Drafts,
+    made: Drafts,
+    prefixes: Int32[Array, "B G"],
+    accepted: Int32[Array, "B"],
+    kept: Int32[Array, "B"],
+) -> Drafts:
+    """The drafts after a forward pass that accepted some of the old ones, and committed `kept` tokens.
+
+    They are those `made` by the masks after the longest prefix that was accepted, of G N masks that see `prefixes`, or
+    else the old ones that were not reached.
+    """
+    M, N = old.tokens.shape[1], made.tokens.shape[1] // prefixes.shape[1]
+    usable = jnp.where(prefixes <= accepted[:, None], prefixes, -1)
+    seen, which = jnp.max(usable, axis=1), jnp.argmax(usable, axis=1)
+    later = kept[:, None] + jnp.arange(M)[None]  # [B, M]
+    new = made.at(which[:, None] * N + jnp.clip(later - seen[:, None], 0, N - 1), N - kept + seen)
+    unreached = old.at(jnp.minimum(later, M - 1), old.count - kept)
+    return select(seen >= 0, new, unreached)
+
+
+def _mask_offsets(prefixes: Int32[Array, "B G"], N: int) -> Int32[Array, "B _"]:
+    """How far after the next place each of G N masks stands."""
+    return (prefixes[:, :, None] + jnp.arange(N)[None, None]).reshape(len(prefixes), -1)
 
 
 def _at(x: Int32[Array, "B T"], index: Int32[Array, "B"]) -> Int32[Array, "B"]:
