@@ -101,13 +101,12 @@ def train(
 
     # 2. The data.
     source = epath.Path(config.init_from) if config.init_from and (config.lora.rank or not steps) else None
-    reads = make_objective(config, 0).reads
-    if reads and (system := find_system(config.objective)).decodes and system.decoders:
-        with naming(f"--config.{config.objective}.reads"):  # otherwise nothing could decode the trained model
+    system, reads = find_system(config.objective), make_objective(config, 0).reads
+    if reads and system.decodes and system.decoders:
+        with naming(f"--config.{system.section}.reads"):  # otherwise nothing could decode the trained model
             choose_method(epath.Path(reads), min(system.decoders))
-    default = source or (epath.Path(reads) if reads else None)
-    with naming(f"--config.{'init_from' if source else f'{config.objective}.reads'}"):
-        own = default and find_own_tokenizer(default)
+    with naming(f"--config.{'init_from' if source else f'{system.section}.reads'}"):
+        own = find_own_tokenizer(source or epath.Path(reads)) if source or reads else None
     tokenizer, rows = load_dataset(config, workdir, own)
     say(
         f"{rows.documents:,} documents, or parts of one, in {len(rows):,} rows of {config.row_length} tokens, "
@@ -120,7 +119,7 @@ def train(
     place = source or (workdir if config.init_from else None)
     shape = model_config(config, tokenizer, read_model_config(place).max_position_embeddings if place else 0)
     if reads:
-        check_fits(epath.Path(reads), shape, tokenizer, f"{config.objective}.reads", READ_ALIKE)
+        check_fits(epath.Path(reads), shape, tokenizer, f"{system.section}.reads", READ_ALIKE)
     program = train_program(config, shape, mesh)
     # A fault in the objective must show before anything is written.
     jax.eval_shape(lambda rows: program.objective.batch(rows, noise_keys(0, 0, config.batch_size)), program.rows)
