@@ -168,7 +168,7 @@ def test_answers_with_and_without_grammars_do_not_change_each_other(world):
     bound = [dataclasses.replace(request, grammar=grammar) for request in free]
     engine.start()
     try:
-        program = engine._batch._compiled
+        program = engine._batch._static
         constrained = engine.constrained(grammar)
         assert constrained is engine.constrained(grammar)
         for i in range(8):
@@ -176,7 +176,7 @@ def test_answers_with_and_without_grammars_do_not_change_each_other(world):
             constrained.submit([told.job(("bound", i), constrained.check(bound[i]))])
         told.wait(16)
         assert engine.load == {"rows": 5, "decoding": 0, "waiting": 0}
-        assert engine._batch._compiled is program
+        assert engine._batch._static is program
     finally:
         engine.close()
     answers = dict(told.finished)

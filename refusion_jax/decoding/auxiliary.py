@@ -14,11 +14,11 @@ from refusion_jax.decoding.settings import Settings
 from refusion_jax.model.shape import ModelConfig
 from refusion_jax.model.transformer import Transformer, Wrapper
 
-_SAME = ("num_tokens", "eos_token_id")  # no auxiliary model pads, or begins a text
+_SAME = ("num_tokens", "eos_token_id")  # must agree; an auxiliary model neither pads nor begins a text
 
 
 class WithAuxiliaries(Wrapper):
-    """A model, with auxiliary ones as attributes by the names of their settings; see `check_vocabulary`."""
+    """A model with auxiliary models as attributes, named as their settings are; see `check_vocabulary`."""
 
     def __init__(self, model: Transformer, **auxiliary: Transformer):
         super().__init__(model)
@@ -32,12 +32,12 @@ class WithAuxiliaries(Wrapper):
 
 
 def with_auxiliaries(model: Transformer, **auxiliary: Transformer) -> Transformer:
-    """`WithAuxiliaries`, or the model itself where there are none."""
+    """`WithAuxiliaries`, or the model itself if there are none."""
     return WithAuxiliaries(model, **auxiliary) if auxiliary else model
 
 
 def check_vocabulary(name: str, path: str, model: ModelConfig, other: ModelConfig) -> None:
-    """Raises SettingError where an auxiliary model has another vocabulary, naming the model and what differs."""
+    """Raises SettingError if an auxiliary model has another vocabulary, naming the model and what differs."""
     for key in _SAME:
         if getattr(model, key) != getattr(other, key):
             why = f"is of another vocabulary: {key} is {getattr(other, key)}, not {getattr(model, key)}"
@@ -50,9 +50,9 @@ def in_vocabulary(logits: Float32[Array, "B T U"], size: int) -> Float32[Array, 
 
 
 def check_auxiliaries(there: Transformer | Settings, settings: Settings) -> None:
-    """Raises SettingError where a decoder lacks an auxiliary model that it needs, naming the first.
+    """Raises SettingError if a decoder lacks an auxiliary model that it needs, naming the first.
 
-    `there` has them as attributes: it is a model, or the settings with their checkpoints.
+    `there` has them as attributes: a model, or settings that hold their checkpoints.
     """
     for name in settings.auxiliary_models:
         if not getattr(there, name, None):

@@ -1,7 +1,7 @@
 """The static-shape key/value cache of a batch of rows.
 
-A forward pass writes the keys and values of its tokens right after the committed ones. To commit some of them is to
-advance a counter; to drop the others takes nothing, as the next forward pass overwrites them.
+A forward pass writes the keys and values of its tokens right after the committed ones. Committing some of them only
+advances a counter; dropping the others costs nothing, as the next forward pass overwrites them.
 
 Axes: B rows, L layers, C cache entries, T new tokens, K key/value heads, H head size, V vocabulary; G prefixes, N masks
 after each of them, W tokens and masks.
@@ -20,7 +20,7 @@ from refusion_jax.model.key_values import KeyValues
 from refusion_jax.model.shape import ModelConfig
 from refusion_jax.model.transformer import Transformer
 
-_CPU_CHUNK, _SHORT_CHUNK = 64, 16  # tokens per forward of the prefill on a CPU, at most; of prompts up to 32 tokens
+_CPU_CHUNK, _SHORT_CHUNK = 64, 16  # most tokens per prefill forward on a CPU; for prompts up to 32 tokens
 
 
 @struct.dataclass
@@ -32,12 +32,12 @@ class Cache:
 
     @classmethod
     def empty(cls, model: Transformer, rows: int, capacity: int) -> "Cache":
-        """An empty cache, split over the mesh, if there is one, by rows and heads."""
+        """An empty cache; if there is a mesh, it is split over it by rows and heads."""
         return cls(split(model.empty_cache(rows, capacity)), jnp.zeros((rows,), jnp.int32))
 
 
 def split(entries: KeyValues, rows: str | None = "batch") -> KeyValues:
-    """Shards entries [L, B, K, C, H] over the mesh, where there is one; with rows=None all devices have all rows."""
+    """Shards entries [L, B, K, C, H] over the mesh, if there is one; with rows=None all devices have all rows."""
     return jax.tree.map(lambda x: constrain(x, "layers", rows, "kv_heads", None, None), entries)
 
 
@@ -65,7 +65,7 @@ def prefill(model: Transformer, given: Given, chunk_length: int, block_size: int
         first, cache = given.shared.length, Cache(split(given.shared.entries), cache.length)
 
     def chunk(i, cache):
-        # Where the last chunk would reach beyond the cache, it begins earlier and computes some entries again.
+        # A last chunk that would reach beyond the cache begins earlier, and computes some entries again.
         at = jnp.minimum(first + i * T, C - T)
         tokens, positions = (jax.lax.dynamic_slice_in_dim(x, at, T, 1) for x in (given.tokens, given.positions))
         index = (at + jnp.arange(T))[None]
@@ -83,7 +83,7 @@ def prefill(model: Transformer, given: Given, chunk_length: int, block_size: int
 def tokens_at_once(chunk_length: int, block_size: int = 1) -> int:
     """Tokens per forward of a prefill in chunks of at most `chunk_length`, a multiple of the block size.
 
-    On a CPU padding takes as long as tokens do. On one core SmolLM2-135M takes 0.75 s for a prompt of 100 tokens in a
+    On a CPU padding takes as much time as tokens. On one core SmolLM2-135M takes 0.75 s for a prompt of 100 tokens in a
     chunk of 256, and 0.33 s in two of 64; for one of 500 tokens 1.58 s and 1.40 s. With 59 M parameters on two cores,
     prompts of 6 to 25 tokens and 8 masks after them take 54 ms by chunks of 32, and 41 to 46 by chunks of 16.
     """
@@ -118,13 +118,13 @@ def extend(
 
 
 def visible_to_masks(tokens: int, seen: Int32[Array, "B G"], N: int, slot_size: int) -> Bool[Array, "B W W"]:
-    """Who sees whom of so many causal tokens, and N masks for each of G prefixes, in slots that do not see each other.
+    """The attention mask of causal tokens and N masks for each of G prefixes, in slots that do not see each other.
 
-    `seen` is the index of the last token that the masks of a prefix see.
+    `seen` is the index of the last token that the masks of each prefix see.
     """
     B, G = seen.shape
     index = np.arange(G * N)
-    slot = index // N * N + index % N // slot_size  # numbers of their own
+    slot = index // N * N + index % N // slot_size  # numbered across prefixes
     own = (slot[:, None] == slot[None]) & (index[None] <= index[:, None])
     corner = np.zeros((tokens + G * N, tokens + G * N), bool)
     corner[:tokens, :tokens], corner[tokens:, tokens:] = np.tri(tokens, dtype=bool), own
@@ -145,7 +145,7 @@ def write(cache: Cache, new: KeyValues) -> Cache:
     )
 
     def put(entries, new):
-        # Else XLA lays out the cache as it does one new token per row, and a TPU copies all of it in every pass.
+        # Otherwise XLA gives the cache the layout of one new token per row, and a TPU copies all of it in every pass.
         new = with_layout_constraint(new, Layout(tuple(range(new.ndim))))
         return jax.lax.scatter(
             entries, cache.length[:, None], new, windows, unique_indices=True, mode="promise_in_bounds"

@@ -1,13 +1,13 @@
 """Answers under a grammar: left to right, and at each place only the tokens that the grammar allows there.
 
-What is written is that of a plain loop. At each place the model's distribution of the next token is cut down to what
-the grammar allows, and the most probable token or a sample is taken. As `Decoder.next_token` says, the distribution is
-the last token's, or for the first token of a slot that of a mask at its place. The grammar runs on the host, between
-forward passes. So that this costs no forward pass for each token, every forward pass verifies drafts: the only token
-that is allowed at a place, as in the keys of a JSON schema, or else what a mask has guessed for the place, if it is
-allowed. As the host knows the drafts, it knows what is allowed after each of them. The device accepts the drafts up to
-the first that is not the token that it takes itself, with the noise of the plain loop. With slots of four, one of which
-begins at place 12, a last token `x` at 9 and three drafts:
+The text is that of a plain loop: at each place the model's distribution of the next token is restricted to what the
+grammar allows, and the most probable token or a sample is taken. As `Decoder.next_token` says, the last token predicts
+it or, for the first token of a slot, a mask at its place. The grammar runs on the host, between forward passes. To
+avoid one forward pass per token, every forward pass verifies drafts: the only token that is allowed at a place, as in
+the keys of a JSON schema, or else what a mask has guessed for the place, if it is allowed. As the host knows the
+drafts, it knows what is allowed after each of them. The device accepts the drafts up to the first that differs from the
+token that it takes itself, with the noise of the plain loop. With slots of four, one of which begins at place 12, a
+last token `x` at 9 and three drafts:
 
     places    9 10 11 12   12 13 14 15
     tokens    x  a  b  c    M  M  M  M
@@ -54,7 +54,7 @@ Matcher: TypeAlias = Any  # a grammar and the tokens that it has consumed: llgui
 
 @struct.dataclass
 class State(Continuation):
-    """The state of the decoding loop. The host replaces `drafts`, `drafted` and `allowed` before each forward pass."""
+    """A cached text. The host replaces `drafts`, `drafted` and `allowed` before each forward pass."""
 
     last: Int32[Array, "B"]  # the last token, not in the cache yet
     drafts: Int32[Array, "B M"]  # of the tokens after it
@@ -65,7 +65,7 @@ class State(Continuation):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Constrained(Continuer):
-    """The decoder with its compiled sizes."""
+    """Verifies drafts that a grammar allows."""
 
     reach: int  # N
     slot_size: int  # K; 1 without slots
@@ -73,7 +73,7 @@ class Constrained(Continuer):
 
     @classmethod
     def of(cls, decoder: type[Decoder], requests: Sequence[Request], model: ModelConfig) -> Self:
-        """The decoder of requests from `prepare` with grammars, where another one serves them without.
+        """The decoder for requests from `prepare` with grammars, in place of the one that serves them without.
 
         Raises:
           UserError: where the decoder's models have no next token, or a request has gaps or no grammar.
@@ -106,7 +106,7 @@ class Constrained(Continuer):
     def step(self, model: Transformer, s: State) -> State:
         """One forward pass, in which each row commits the accepted drafts and one more token."""
         N, K, count, offset = self.reach, self.slot_size, s.record.count[:, None], jnp.arange(self.reach)[None]
-        place = count + offset  # of the answer, as all places here
+        place = count + offset  # in the answer, as all places here
         fed, at = jnp.concatenate([s.last[:, None], s.drafts], axis=1), place - 1
         visible, predicted = jnp.tril(jnp.ones((1, N, N), bool)), place
         if self.width > N:
@@ -132,14 +132,14 @@ class Constrained(Continuer):
         tell(s.drafts, begin + place[:, : N - 1], is_reached[:, 1:])
         after, kept = s.commit(cache, tokens[:, :N], begin + place, accepted + 1, self.ids.eos_id)
         last = jnp.take_along_axis(tokens, jnp.maximum(kept - 1, 0)[:, None], axis=1)[:, 0]
-        # After a refused draft, what the later ones predict is the best guess there is (Jacobi iteration).
+        # After a rejected draft, the predictions of the later ones are the best guesses available (Jacobi iteration).
         guesses = put(s.guesses, predicted[:, N:], tokens[:, N:])
         guesses = put(guesses, jnp.where(is_reached, place, self.new_tokens), tokens[:, :N])
         return after.replace(last=jnp.where(kept > 0, last, s.last), guesses=guesses)
 
 
 def bits(words: Int32[Array, "B N U"], count: int) -> Bool[Array, "B N V"]:
-    """The first V bits of some words, the lowest of each first."""
+    """The first V bits of the words, the lowest bit of each word first."""
     token = jnp.arange(count)[None, None]
     return (jnp.repeat(words, 32, axis=2)[:, :, :count] >> token % 32) & 1 > 0
 
@@ -150,7 +150,7 @@ class ConstrainedBatch(RunningBatch):
     def __init__(self, model: Transformer, decoder: Constrained, like: Request, rows: int, *how: Any):
         super().__init__(model, decoder, like, rows, *how)
         self._matchers: dict[int, Matcher] = {}  # of the rows that are not finished
-        self._tokens = np.zeros(rows, np.int32)  # that each row's matcher has consumed
+        self._tokens = np.zeros(rows, np.int32)  # consumed by each row's matcher
         self._guesses = np.zeros((rows, decoder.new_tokens), np.int32)
 
     def _admit(self, requests: Sequence[Request], blocks: Sequence[list[bytes]]) -> list[int]:
@@ -167,7 +167,7 @@ class ConstrainedBatch(RunningBatch):
         return super().run(finished, min(most, 1))
 
     def look(self) -> Progress:
-        """Waits for the forward pass; then the grammars read what it has committed."""
+        """Waits for the forward pass, and advances the grammars over what it has committed."""
         progress, self._guesses = super().look(), np.array(fetch(self._state.guesses))
         for row, matcher in list(self._matchers.items()):
             new = progress.record.tokens[row, self._tokens[row] : progress.record.count[row]].tolist()
@@ -214,17 +214,17 @@ class ConstrainedBatch(RunningBatch):
         return drafts
 
     def _check(self, row: int, matcher: Matcher) -> bool:
-        """Whether a row can go on; else the reason is kept."""
+        """Whether a row can continue; if not, the reason is kept in `failed`."""
         if error := matcher.get_error():
             self.failed[row] = UserError(f"the answer cannot go on under its grammar: {reason(error)}")
         return not error
 
 
 def reason(error: object) -> str:
-    """What a library of grammars complains of, as part of a sentence."""
+    """The complaint of a grammar library, as part of a sentence."""
     return " ".join(str(error).replace("<non-verbose/>", "").split())[:300]
 
 
 def batch_type(decoder: Decoder) -> type[RunningBatch]:
-    """The batch that a decoder needs."""
+    """The class of batches that a decoder needs."""
     return ConstrainedBatch if isinstance(decoder, Constrained) else RunningBatch

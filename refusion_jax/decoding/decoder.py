@@ -1,4 +1,4 @@
-"""What the queue asks for: a decoder, and the state that it carries from pass to pass.
+"""The interface between the queue and decoders: `Decoder`, and the state that it carries from pass to pass.
 
 Decoders that continue a prompt on a cache have a base class, `Continuer`, and add the width of their passes and their
 own `init` and `step`. Unless they say otherwise, they only append to what is given: they do not see text after a gap.
@@ -43,7 +43,7 @@ LAST_TOKEN, SLOT_MASK = "last token", "slot mask"
 class Proposal(NamedTuple):
     """A token for every place that is read."""
 
-    token: Int32[Array, "B T"]  # the most probable, or with a temperature a sampled one
+    token: Int32[Array, "B T"]  # the most probable one or, with a temperature, a sample
     real: Float32[Array, "B T V"]  # logits of the real vocabulary
     choosable: Float32[Array, "B T V"]  # logits of the tokens that may be chosen
 
@@ -54,7 +54,7 @@ class Proposal(NamedTuple):
 
 @struct.dataclass
 class RowState:
-    """The state of the decoding loop; decoders add fields of their own in a subclass.
+    """What a batch carries from pass to pass; decoders add fields in a subclass.
 
     The first axis of every array is the batch; in `KeyValues` it is the second, after the layers. In a state of all
     zeros every row is finished.
@@ -65,22 +65,22 @@ class RowState:
     settings: TracedSettings
     keys: Key[Array, "B"]
     active: Bool[Array, "B"]  # rows that are not finished
-    forwards: Int32[Array, "B"]  # that the row took part in; the prefill is not counted
+    forwards: Int32[Array, "B"]  # forward passes of the row; the prefill is not counted
 
     @property
     def rounds(self) -> Int32[Array, "B"]:
-        """Plans that were followed; for decoders that do not plan, forward passes."""
+        """Number of plans followed; for decoders that do not plan, of forward passes."""
         return self.forwards
 
     @property
     def forward_keys(self) -> Key[Array, "B"]:
-        """Keys of the next forward pass, for tokens that may be refused: places proposed again are then drawn anew."""
+        """Keys of the next forward pass, for tokens that may be rejected: a place is then sampled anew."""
         return jax.vmap(jax.random.fold_in)(self.keys, self.forwards)
 
     def propose(
         self, logits: Float32[Array, "B T V"], places: Int32[Array, "B T"], is_read: Bool[Array, "B T"], ids: TokenIds
     ) -> Proposal:
-        """A token for each place that is read, as the plan of this forward pass."""
+        """Proposes a token for each place that is read, and records them as the plan of this forward pass."""
         real, choosable = mask_logits(logits, self.places.may_end(places), ids)
         proposal = Proposal(sample(choosable, is_read, self.forward_keys, places, self.settings), real, choosable)
         tell(proposal.token, places, is_read, proposal.probability)
@@ -88,9 +88,9 @@ class RowState:
 
     @classmethod
     def start(cls, layout: Layout, keys: Key[Array, "B"], at_once: int, **own: Any) -> Self:
-        """The initial state of some rows, with further fields of the subclass.
+        """The initial state of rows, with the fields that the subclass adds.
 
-        One forward pass commits `at_once` tokens of a row at most: the record needs room for that many extra entries.
+        One forward pass commits at most `at_once` tokens of a row: the record needs room for that many extra entries.
         """
         zeros, room = jnp.zeros_like(layout.given.length), layout.places.position.shape[1] + at_once
         record = Record.empty(len(zeros), room)
@@ -98,7 +98,7 @@ class RowState:
 
     @classmethod
     def start_text(cls, layout: Layout, keys: Key[Array, "B"], at_once: int, mask_id: int, **own: Any) -> Self:
-        """`start` with two fields more: `text` [B, C], masks where nothing is given, and `length` [B], its places."""
+        """`start` with two more fields: `text` [B, C], masks where nothing is given, and `length` [B] of the text."""
         tokens, positions, given = map(jnp.asarray, (layout.given.tokens, layout.given.positions, layout.given.length))
         B, C = tokens.shape
         at = jnp.where(jnp.arange(C)[None] < given[:, None], positions, C)  # filler is dropped
@@ -111,27 +111,27 @@ class Decoder(abc.ABC):
     """A decoding algorithm with its compiled sizes: a frozen, hashable dataclass, static under `jit`."""
 
     settings: ClassVar[type[Settings]]
-    # Whether `init` fills `state.cache` by `cache.prefill(model, layout.given, self.chunk)`: what requests begin with
-    # is then computed once, and copied to the others.
+    # Whether `init` fills `state.cache` by `cache.prefill(model, layout.given, self.chunk)`: a common prefix of
+    # requests is then computed once, and copied.
     copies_prefix: ClassVar[bool] = False
     fills_gaps: ClassVar[bool] = True  # whether it takes templates; otherwise it only writes after what is given
-    # What predicts the next token of a text: LAST_TOKEN, or SLOT_MASK, the same but for the first token of each slot,
+    # What predicts the next token of a text: LAST_TOKEN, or SLOT_MASK, the same except for the first token of a slot,
     # which a mask at its place predicts. Empty: the models do not write left to right, and grammars are refused.
     next_token: ClassVar[str] = ""
     # Tokens fed per forward -> tokens committed per forward, as `bench headline --budget=small` counted.
     typical: ClassVar[dict[float, float]] = {1.0: 1.0}
 
     ids: TokenIds
-    width: int  # tokens of a row in one forward pass, at most
-    new_tokens: int  # of a row, at most
+    width: int  # most tokens of a row in one forward pass
+    new_tokens: int  # most new tokens of a row
     cache_length: int = 0  # entries of a row's cache; 0 without one
-    chunk: int = 0  # given tokens of a row in one forward pass of the prefill, at most; 0 without one
+    chunk: int = 0  # most given tokens of a row in one forward pass of the prefill; 0 without one
 
     @classmethod
     def sized(cls, requests: Sequence[Request], model: ModelConfig, **own: Any) -> Self:
-        """A decoder with its own sizes, and with what any decoder takes from the requests and the model.
+        """A decoder with the given sizes, and with what every decoder takes from the requests and the model.
 
-        A field that has the name of a setting that is compiled in has its value.
+        Fields that are named as a setting of scope "compiled" take its value.
         """
         settings = requests[0].settings
         assert settings, "requests are prepared"
@@ -148,12 +148,12 @@ class Decoder(abc.ABC):
         """A decoder with the smallest sizes that serve all of these requests, of which there is at least one.
 
         Raises:
-          UserError: where the decoder cannot serve a request.
+          UserError: if the decoder cannot serve a request.
         """
 
     @classmethod
     def settings_for(cls, fed: float, new_tokens: int, slot_size: int = 8) -> dict[str, Any]:
-        """The settings for so many fed tokens per forward, one of `typical`; none where there is no choice."""
+        """The settings with which `fed` tokens, one of `typical`, are fed per forward; none if there is no choice."""
         return {}
 
     def lay_out(self, requests: Sequence[Request]) -> Layout:
@@ -162,9 +162,9 @@ class Decoder(abc.ABC):
 
     @abc.abstractmethod
     def init(self, model: Transformer, layout: Layout, keys: Key[Array, "R"]) -> RowState:
-        """The initial state of new rows, with what is given already prefilled; runs inside `jit`.
+        """The initial state of new rows, with their given tokens prefilled; runs inside `jit`.
 
-        The layout is that of `lay_out`, as jax arrays; all randomness comes from the keys.
+        The layout comes from `lay_out`, as jax arrays; all randomness comes from the keys.
         """
 
     @abc.abstractmethod
@@ -172,7 +172,7 @@ class Decoder(abc.ABC):
         """One forward pass of the whole batch, and each row's next state. Finished rows must not change."""
 
     def next_state(self, model: Transformer, state: RowState) -> RowState:
-        """The state of `step`; UserError where that is no state like the one before."""
+        """The state from `step`; UserError if its structure, shapes or dtypes are not those of the state before."""
         after, name = self.step(model, state), f"{type(self).__module__}.{type(self).__name__}.step"
         old, new = map(jax.tree.leaves_with_path, (state, after))
         if [path for path, _ in new] != [path for path, _ in old]:
@@ -184,12 +184,12 @@ class Decoder(abc.ABC):
         return after
 
     def scored(self, model: Transformer, rows: int) -> int:
-        """Places of a shard whose logits exist at once, for a batch of so many rows; under `jax.set_mesh`."""
+        """Places of a shard whose logits exist at once, for a batch of `rows` rows; under `jax.set_mesh`."""
         return rows // shard_count_here("batch") * self.width
 
     @property
     def prefix_block(self) -> int:
-        """Given tokens of which the first so many depend on no later ones, however often; see `prefixes`."""
+        """Size of blocks of given tokens that depend on no tokens of later blocks; see `prefixes`."""
         return ROUNDING
 
 
@@ -209,7 +209,7 @@ class Continuation(RowState):
     ) -> tuple["Continuation", Int32[Array, "B"]]:
         """Commits the first `count` of these tokens, up to an EOS and the last place: (the next state, their number).
 
-        As many entries of the cache, which the forward pass has written, are committed.
+        Commits as many of the cache entries that the forward pass has written.
         """
         count = jnp.where(self.active, jnp.minimum(count, self.places.count - self.record.count), 0)
         ends = (tokens == eos_id) & (jnp.arange(tokens.shape[1])[None] < count[:, None])
@@ -235,7 +235,7 @@ class FilledText(Continuation):
     """The state of decoders that fill the masks of a text."""
 
     text: Int32[Array, "B C"]  # the mask token wherever nothing is filled
-    length: Int32[Array, "B"]  # at most; where an EOS is filled, the text ends there
+    length: Int32[Array, "B"]  # maximal length; an EOS, once filled, shortens it
 
     def masks(self, mask_id: int) -> Bool[Array, "B C"]:
         """The places that are still to be filled; a prompt may hold mask tokens as well."""
@@ -281,5 +281,5 @@ class Continuer(Decoder):
 
     @classmethod
     def width_for(cls, requests: Sequence[Request]) -> int:
-        """Tokens of a row in one forward pass that serve these requests."""
+        """Number of tokens of a row in one forward pass."""
         raise NotImplementedError

@@ -1,6 +1,6 @@
-"""A file of finished answers, written as they come, from which a call that was killed resumes.
+"""A file of finished answers, written as they come, from which a killed call resumes.
 
-The first line describes the call, unless somebody else does. Each further line is one answer: {"key": 3, "record":
+The first line describes the call, unless its caller does. Each further line is one answer: {"key": 3, "record":
 {...}}. Lines are written to the file at once and synchronized to disk about once a second.
 """
 
@@ -14,20 +14,20 @@ from typing import Any
 from refusion_jax.cli.errors import Failure, UserError
 from refusion_jax.distributed.append_log import AppendLog, parse_log
 
-_SYNC_SECONDS = 1.0  # of answers may be lost when the machine fails; a killed process loses none
+_SYNC_SECONDS = 1.0  # answers of this long may be lost if the machine fails; a killed process loses none
 
 
 class Journal:
     """The finished answers of one call; `records` maps the key of each prompt to its output record.
 
-    No file is made before the first `add`, or without a path. While it is open, other processes cannot write to it.
+    No file is created before the first `add`, or without a path. While it is open, other processes cannot write to it.
     """
 
     def __init__(self, path: Path | None, call: dict[str, str] | None = None, keys: Container[int] | None = None):
-        """Reads the answers of an earlier call that was cut off; refuses what another process writes, or is no journal.
+        """Reads the answers of an interrupted call; refuses a file that another process writes, or that is no journal.
 
-        `call` has all that the answers depend on, as short texts by name, and the journal of another call is refused;
-        None: the caller checks that. `keys` are the valid ones; None: texts, each with all that its answer depends on.
+        `call` holds everything that the answers depend on, as short texts by name; another call's journal is refused.
+        None: the caller checks that. `keys` are the valid keys; None: texts that say all that an answer depends on.
         """
         self.path, self._call = path, call
         self._log: AppendLog | None = None
@@ -43,7 +43,7 @@ class Journal:
             self.records = {k: x for k, x in found if (isinstance(k, str) if keys is None else k in keys)}
 
     def add(self, key: int | str, record: dict[str, Any]) -> None:
-        """Writes an answer; Failure where it cannot be, and earlier ones stay. Refuses what another process writes."""
+        """Writes an answer; Failure if it cannot, and earlier ones stay. Refuses a file that another process writes."""
         if self.path:
             self._write({"key": key, "record": record})
         self.records[key] = record
@@ -73,7 +73,7 @@ class Journal:
 
 
 def read_records(path: Path, call: dict[str, str] | None = None) -> dict[int | str, dict[str, Any]]:
-    """The answers in a journal that another process may be writing; none if it is not there. Refuses another `call`."""
+    """The answers in a journal that another process may be writing, if it exists; refuses that of another `call`."""
     with contextlib.suppress(FileNotFoundError):
         content = path.read_bytes()
         if call is not None and b"\n" in content:

@@ -20,7 +20,7 @@ _LOGIT_ARRAYS = 10  # raw, masked, with noise, probabilities ...; XLA keeps 9.5 
 
 
 def admissions(rows: int, mesh: Mesh) -> list[int]:
-    """The numbers of rows for which admission is compiled: 1, 2, 4 and 8 a shard, of at most an eighth of the batch.
+    """The numbers of rows for which admission is compiled: 1, 2, 4 and 8 per shard, but at most an eighth of the batch.
 
     Requests are padded to the next of them: a prefill costs as much for padding as for prompts.
     """
@@ -29,8 +29,8 @@ def admissions(rows: int, mesh: Mesh) -> list[int]:
 
 
 def bytes_needed(model: Transformer, mesh: Mesh, rows: int, decoder: Decoder, kept: int = 0) -> int:
-    """Bytes on each device besides the weights: the caches of the batch and of the rows that are prefilled at once, and
-    the temporaries of the widest forward pass or of the prefill.
+    """Bytes on each device in addition to the weights: the caches of the batch and of the rows that are prefilled at
+    once, and the temporaries of the widest forward pass or of the prefill.
 
     Rows are split over the batch axes of the mesh, heads and vocabulary over its tensor axis. The prefix cache has
     `kept` tokens. Of the model only shape and dtypes are used.
@@ -55,15 +55,15 @@ def bytes_needed(model: Transformer, mesh: Mesh, rows: int, decoder: Decoder, ke
 
 
 def room_besides(model: Transformer, mesh: Mesh, rows: int, decoder: Decoder) -> int:
-    """Tokens whose keys and values fit into each device besides a batch; all hosts of the mesh are told the same."""
+    """Tokens whose keys and values fit into each device next to a batch; the same number on all hosts of the mesh."""
     free = _free(mesh) - bytes_needed(model, mesh, rows, decoder)
     return max(free, 0) * shard_count(mesh, "heads") // bytes_per_token(model.config, model.cache_dtype)
 
 
 def check_memory(model: Transformer, mesh: Mesh, rows: int, decoder: Decoder, kept: int = 0) -> None:
-    """Raises SettingError where a batch cannot fit, naming a batch size that would; see `bytes_needed`.
+    """Raises SettingError if a batch cannot fit, naming a batch size that would; see `bytes_needed`.
 
-    All hosts of a mesh decide alike.
+    All hosts of a mesh decide the same.
     """
     free, needed = _free(mesh), bytes_needed(model, mesh, rows, decoder, kept)
     if needed <= free:
@@ -81,7 +81,7 @@ def check_memory(model: Transformer, mesh: Mesh, rows: int, decoder: Decoder, ke
 
 
 def _free(mesh: Mesh) -> int:
-    """Free bytes of the device that has the least."""
+    """Free bytes of the device with the least free memory."""
     free = free_bytes(mesh.local_devices[0])
     if mesh.is_multi_process:
         free = int(multihost_utils.process_allgather(np.array(free, np.float64)).min())

@@ -1,4 +1,4 @@
-"""Where the answers to a list of prompts go: in turn to a reader, or into a file that is whole or not there."""
+"""Where the answers to a list of prompts go: in order to a reader, or into a file that is either complete or absent."""
 
 import contextlib
 import json
@@ -17,7 +17,7 @@ _Record = dict[str, Any]
 
 
 class InTurn:
-    """Answers to a terminal, a pipe or a device: each as soon as all before it are there."""
+    """Writes answers to a terminal, a pipe or a device: each one as soon as all earlier ones are written."""
 
     def __init__(self, write: Callable[[_Record], object], count: int):
         self.left = range(count)
@@ -31,19 +31,19 @@ class InTurn:
 
 
 class File:
-    """Answers to a file, which is written when all are there; on a disk a journal next to it keeps them until then.
+    """Writes answers to a file once all of them exist; on a disk, a journal next to it keeps them until then.
 
-    Processes that answer a part each have a journal each, and the last to finish writes the file.
+    If several processes answer a part each, each has its own journal, and the last to finish writes the file.
     """
 
     def __init__(self, path: epath.Path, count: int, call: dict[str, str], part: tuple[int, int] | None = None):
-        """`call` has all that the answers depend on; `part` is (number from 1, count), or None for all prompts."""
+        """`call`: everything that the answers depend on; `part`: (number from 1, count), or None for all prompts."""
         number, parts = part or (1, 1)
         names = [f".partial-{i + 1}-of-{parts}" for i in range(parts)] if part else [".partial"]
         real = os.path.realpath(path)
         self._path, self._count, self._call = path, count, call
         self._journals = [] if is_remote(path) else [Path(real + name) for name in names]
-        for journal in self._journals:  # parts of two calls would never come to one file
+        for journal in self._journals:  # parts of different calls must not end up in one file
             read_records(journal, call)
         self._journal = Journal(self._journals[number - 1] if self._journals else None, call, range(count))
         self.add, self.close = self._journal.add, self._journal.close
@@ -53,7 +53,7 @@ class File:
             print(f"{self._journal.path}: {done} of {len(self._own)} answers are there, going on", flush=True)
 
     def finish(self) -> None:
-        """Writes the file, unless other processes have parts to answer yet; the journals go when it is there."""
+        """Writes the file, unless other processes still have parts to answer, and then removes the journals."""
         records = dict(self._journal.records)
         for path in self._journals:
             records |= read_records(path, self._call)
@@ -67,7 +67,7 @@ class File:
 
 
 def is_on_disk(path: epath.PathLike) -> bool:
-    """Whether a path names a file on a disk, or none yet: no pipe, device or store."""
+    """Whether a path is that of a file on a disk, existing or not, and not of a pipe, device or store."""
     return not is_remote(path) and (Path(path).is_file() or not Path(path).exists())
 
 

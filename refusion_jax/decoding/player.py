@@ -1,4 +1,4 @@
-"""One page that plays decodings in a browser, forward by forward, of systems side by side; it loads nothing else."""
+"""A self-contained page that plays decodings in a browser, forward pass by forward pass, several systems at once."""
 
 import collections
 import dataclasses
@@ -14,14 +14,14 @@ from refusion_jax.decoding.trajectory import Forward, Trajectory, forwards_of
 
 MOST = 16  # prompts of a page
 BEGINNING = b"<!doctype html><!-- decodings, by refusion_jax.generate -->"  # of every page
-REFUSED, VERIFIED, REPAIRED, WAITING = range(4)  # what becomes of a draft; one that waits is fed again as it is
+REFUSED, VERIFIED, REPAIRED, WAITING = range(4)  # outcomes of a draft; one that waits is fed again unchanged
 
 
 @dataclasses.dataclass(frozen=True)
 class Scene:
-    """A decoding as the page takes it. Cells are places in text order, words are counted in `words`.
+    """A decoding in the format of the page. Cells are places in text order; words are indices into `words`.
 
-    Raises ValueError for one from a file that is no decoding: forward passes, cells, words or outcomes are not in it.
+    Raises ValueError if forward passes, cells, words or outcomes are out of range, as in a damaged file.
     """
 
     system: str
@@ -42,7 +42,7 @@ class Scene:
 
 
 class Decodings:
-    """Collects what a system decodes."""
+    """Collects the decodings of a system."""
 
     def __init__(self, system: str, tokenizer: Tokenizer | None):
         self._system, self._tokenizer = system, tokenizer
@@ -50,7 +50,7 @@ class Decodings:
         self.scenes: dict[int, Scene] = {}
 
     def record(self, index: int, trajectory: Trajectory) -> None:
-        """Takes what `stream` tells it every few forward passes."""
+        """Takes what `stream` reports every few forward passes."""
         self._parts[index].append(trajectory)
 
     def add(self, index: int, request: Request, answer: Answer, kept: int | None = None) -> None:
@@ -105,14 +105,14 @@ class Decodings:
 
 
 def outcome(at: int, draft: int, known: Mapping[int, int], after: Forward) -> int:
-    """The outcome of a draft fed at a place, by the text that is known after this pass and by the next one."""
+    """The outcome of a draft, from the text that is known after this forward pass and from the next forward pass."""
     if at in known:
         return VERIFIED if known[at] == draft else REPAIRED
     return WAITING if after.drafts.get(at) == draft else REFUSED
 
 
 def page(prompts: Sequence[tuple[object, Sequence[Scene]]]) -> str:
-    """The page of some prompts: (id, the scenes that are shown side by side) of each."""
+    """The page for prompts, each given as (id, the scenes to show side by side)."""
     rows = [{"id": id, "scenes": [dataclasses.asdict(scene) for scene in scenes]} for id, scenes in prompts]
     data = json.dumps(rows, separators=(",", ":")).replace("<", "\\u003c")
     template = resources.files("refusion_jax.decoding").joinpath("player.html").read_text("utf-8")
@@ -120,7 +120,7 @@ def page(prompts: Sequence[tuple[object, Sequence[Scene]]]) -> str:
 
 
 def groups_of(request: Request) -> Iterator[range]:
-    """The places after the prompt, a given text or a slot at a time; without slots, each place of a gap alone."""
+    """The places after the prompt, grouped by given text and slot; without slots, each place of a gap is a group."""
     for places, tokens in request.parts[1:]:
         size = max(1, len(places)) if tokens is not None else request.settings.slot_size
         yield from (places[start : start + size] for start in range(0, len(places), size))

@@ -1,8 +1,8 @@
 """The arrays of an admission, and a store of prefixes: keys and values of prompts, kept for later prompts.
 
-Prompts that begin alike have the same keys and values there. A store of fixed size holds them in blocks, whatever has
-become of the rows that computed them. Newcomers copy the blocks that they begin with, prefill the rest, and leave their
-own blocks in the store, where the least recently used are overwritten.
+Prompts with a common prefix have the same keys and values there. A store of fixed size holds them in blocks, even after
+the rows that computed them are gone. New requests copy the blocks that they begin with, prefill the rest, and leave
+their own blocks in the store, where the least recently used ones are overwritten.
 
 Axes: R requests admitted at once, N blocks of the store, M blocks of a text, S tokens of a block; L layers, C cache
 entries, K key/value heads, H head size.
@@ -35,9 +35,9 @@ class Prefixes:
         self._places: collections.OrderedDict[bytes, int] = collections.OrderedDict()  # least recently used first
 
     def blocks_of(self, request: Request) -> list[bytes]:
-        """The names of the whole blocks that a request begins with; each stands for all given up to its end.
+        """Names of the whole blocks that a request begins with; each identifies all given tokens up to its end.
 
-        The last given token is in none of them, since it may be fed again to decode.
+        The last given token is in none of them, since decoding may feed it again.
         """
         given, name, names = np.array(request.given, np.int32), b"", []
         for end in range(self.size, given.shape[1] * (self.count > 0), self.size):
@@ -50,9 +50,9 @@ class Prefixes:
         return next((number for number, block in enumerate(blocks) if block not in self._places), len(blocks))
 
     def group(self, waiting: Sequence[Sequence[bytes]], most: int) -> list[int]:
-        """Which requests to prefill together, by the blocks of each: the first, and those with as much left to compute.
+        """Which requests to prefill together, given the blocks of each: the first, and those with as many known blocks.
 
-        A request whose next block another one computes waits for that.
+        A request with a new block that another one of the group computes waits for that.
         """
         known, chosen, computed = [self.known(blocks) for blocks in waiting], [], set()
         for number, blocks in enumerate(waiting):
@@ -63,9 +63,9 @@ class Prefixes:
         return chosen
 
     def use(self, texts: Sequence[Sequence[bytes]], known: int, M: int) -> tuple[np.ndarray, np.ndarray]:
-        """(the places of the blocks to copy, those to write the new ones to), [R, M] each; 0 and N where unused.
+        """(places of the blocks to copy, places for the new blocks), [R, M] each; 0 and N where unused.
 
-        The texts are the blocks of requests that are admitted together, of which `known` of each are in the store.
+        `texts` are the blocks of requests that are admitted together; the first `known` of each are in the store.
         """
         copied, written = np.zeros((len(texts), M), np.int32), np.full((len(texts), M), self.count, np.int32)
         self._touch(texts)  # before any is overwritten
@@ -80,12 +80,12 @@ class Prefixes:
         return copied, written
 
     def _touch(self, texts: Sequence[Sequence[bytes]]) -> None:
-        """These are used now, first blocks last: no other one is found without them."""
+        """Marks blocks as used, leading ones last: no later block is found without those before it."""
         for block in (block for blocks in texts for block in reversed(blocks) if block in self._places):
             self._places.move_to_end(block)
 
     def _next(self) -> int:
-        """A place that is unused, else that of the least recently used block, which is forgotten."""
+        """An unused place, or else that of the least recently used block, which is evicted."""
         is_full = len(self._places) == self.count
         return self._places.popitem(last=False)[1] if is_full else len(self._places)
 
@@ -114,7 +114,7 @@ def newcomers(
     store: Prefixes = NONE,
     blocks: Sequence[list[bytes]] = (),
 ) -> Newcomers:
-    """The requests to admit, by row of the batch, padded to R; all begin with as many blocks that are in the store."""
+    """The requests to admit, by row of the batch, padded to R; all begin with equally many blocks of the store."""
     some = list(requests.values())
     some += some[:1] * (R - len(some))
     blocks = [*blocks, *[[]] * (R - len(blocks))]
@@ -133,7 +133,7 @@ def newcomers(
 
 @functools.partial(jax.jit, static_argnames=("N", "S"))
 def empty_store(entries: KeyValues, N: int, S: int) -> KeyValues:
-    """Room for blocks of entries like these, of which only the shapes matter, [L, N, K, S, H]."""
+    """An empty store [L, N, K, S, H] for blocks of entries, of which only shapes and dtypes matter."""
     blocks = jax.tree.map(lambda x: jnp.zeros((x.shape[0], N, x.shape[2], S, x.shape[4]), x.dtype), entries)
     return kv.split(blocks, rows=None)
 

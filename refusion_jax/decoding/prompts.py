@@ -16,13 +16,13 @@ from refusion_jax.decoding.stops import Stops
 from refusion_jax.distributed.json_files import read_json_lines
 
 Decode: TypeAlias = Callable[[list[int]], str]  # text of token ids
-CONTEXT = 8  # tokens before a token that its text may depend on
+CONTEXT = 8  # how many tokens before a token its text may depend on
 
 
 def asked_prompts(
     prompt: str | None, file: str | None, tokenizer: Tokenizer | None, settings: Settings
 ) -> tuple[Sequence[object], Sequence[Request]]:
-    """Ids and requests of what --prompt says, or of the file of --input."""
+    """Ids and requests from --prompt, or from the file of --input."""
     if file is None:
         return (0,), (Request(encode_prompt(prompt, tokenizer, "--prompt"), name="--prompt"),)
     return tuple(zip(*read_prompts(Path(file), tokenizer, settings), strict=True))
@@ -74,9 +74,9 @@ def read_request(item: dict, tokenizer: Tokenizer | None, settings: Settings, wh
 
 
 def encode_prompt(text: str | None, tokenizer: Tokenizer | None, where: str, may_lack: bool = False) -> list[int]:
-    """Token ids of a prompt as the model is trained on them; for None, those that precede any answer."""
+    """Token ids of a prompt in the form that the model is trained on; for None, those that precede any answer."""
     if text is None and tokenizer is None and may_lack:
-        return []  # a template of ids needs no tokenizer
+        return []  # a template of token ids needs no tokenizer
     _need(tokenizer, where)
     check_characters(text or "", where)
     with naming(where):
@@ -108,7 +108,7 @@ def tokens_of(text: str, tokens: list[int], decode: Decode) -> list[int]:
 
 
 def spelled(text: Mapping[int, int], at: int, tokenizer: Tokenizer) -> str:
-    """What the token at a place adds to those before it, up to a gap; a character's last byte adds the character."""
+    """The text that a token adds to those before it, back to a gap; the last byte of a character adds all of it."""
     begins = next((i for i in range(at, at - CONTEXT, -1) if i - 1 not in text), at - CONTEXT)
     tokens = [text[i] for i in range(begins, at + 1)]
     before, whole = (tokenizer.decode(ids).rstrip("\ufffd") for ids in (tokens[:-1], tokens))

@@ -1,9 +1,9 @@
 """Continuous batching: requests of a queue in the rows of a batch, which are decoded together and read by the host.
 
-The device runs forward passes in a loop until enough rows have finished, and only then synchronizes with the host;
-where the caller may stop answers early, also every few forward passes. Three programs are compiled: `_admit` prefills a
-few requests and puts them into free rows, `_run` decodes until enough rows are finished or so many forward passes are
-done, and `_release` frees rows whose answers the caller has stopped.
+The device runs forward passes in a loop until enough rows have finished, and only then synchronizes with the host; if
+the caller may stop answers early, also every few forward passes. Three programs are compiled: `_admit` prefills a few
+requests and puts them into free rows, `_run` decodes until enough rows are finished or enough forward passes are done,
+and `_release` frees rows whose answers the caller has stopped.
 
 Axes: B rows of the batch, R rows admitted at once, C cache entries.
 """
@@ -33,10 +33,10 @@ from refusion_jax.distributed.sharding import constrain, make_mesh, shard_count
 from refusion_jax.model.key_values import KeyValues
 from refusion_jax.model.transformer import Transformer
 
-UNTIL_DONE = np.iinfo(np.int32).max  # forward passes of a run that ends with its rows alone
+UNTIL_DONE = np.iinfo(np.int32).max  # forward passes of a run that ends only when its rows have
 LOOK = 16  # forward passes between two checks of whether the caller stops answers
-_MOST = 64  # forward passes of a run, after which the host can be interrupted, and sees a decoder that does not end
-_IDLE = 4096  # forward passes without a token that no decoder needs
+_MOST = 64  # most forward passes of a run: then the host can be interrupted, and notices a decoder that does not end
+_IDLE = 4096  # more forward passes without a new token than any decoder needs
 _KEPT = 4  # the prefix cache takes as much memory as a quarter of the rows
 
 
@@ -58,17 +58,17 @@ def stream(
     Args:
       model: from `load_model`. The batch is split over the mesh of its weights; all hosts of that mesh must call this
         with the same arguments.
-      decoder: with sizes that serve all of the requests.
+      decoder: one whose sizes serve all of the requests.
       requests: from `prepare`, at least one.
       batch_size: the largest B.
       watch: (index, answer so far, with the tokens before its first gap) -> whether to stop this answer. Called every
         few forward passes; the device then waits for the host.
-      every: so many forward passes; with 1 it is also called after an admission.
-      record: told (index, what the next passes did), every few forward passes; what is not asked for costs nothing.
-      batch_type: a subclass of RunningBatch, where the decoder needs one.
+      every: forward passes between calls of `watch`; with 1 it is also called after an admission.
+      record: called with (index, what the last forward passes did), every few forward passes; costs nothing if None.
+      batch_type: a subclass of RunningBatch, if the decoder needs one.
 
     Raises:
-      UserError: where an answer cannot go on.
+      UserError: if an answer cannot be continued.
     """
     rows = batch_rows(len(requests), batch_size, mesh_of(model))
     kept = -(-rows // _KEPT) * decoder.cache_length if len(requests) > 1 else 0
@@ -88,16 +88,16 @@ def stream(
         if len(batch.free) >= min(refill, len(waiting)):
             some = [waiting.pop() for _ in range(min(len(batch.free), len(waiting)))]
             row_of |= zip(batch.admit([requests[index] for index in some]), some, strict=True)
-        # Where fewer requests wait than a refill takes, so many free rows are enough.
+        # If fewer requests wait than a refill takes, as many free rows are enough.
         wanted = min(refill, len(waiting)) if waiting else batch.rows
         most = every if watch else _MOST
-        most = 0 if most == 1 and some else most  # which shows what an admission commits
+        most = 0 if most == 1 and some else most  # to show what an admission commits
         passes = batch.run(wanted, most)
-        yield from answers()  # the caller's work, too, takes place while the device decodes
+        yield from answers()  # so that the caller works while the device decodes
         progress = batch.look()
         if batch.failed:
             raise next(iter(batch.failed.values()))
-        count = progress.record.count  # which a decoder may also take back
+        count = progress.record.count  # decoders may also take tokens back
         idle = 0 if some or np.any(count > committed) else idle + passes
         committed = count if some else np.maximum(count, committed)
         if idle > _IDLE:
@@ -117,7 +117,7 @@ def stream(
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class StaticArguments:
-    """What is compiled in, compared by identity: hashing the structure of a model takes longer than a small pass."""
+    """Static arguments of jitted functions, compared by identity: hashing a model takes longer than a small pass."""
 
     graphdef: nnx.GraphDef
     decoder: Decoder
@@ -125,7 +125,7 @@ class StaticArguments:
 
 @functools.cache
 def static_arguments(graphdef: nnx.GraphDef, decoder: Decoder) -> StaticArguments:
-    """The only `StaticArguments` of equal arguments, so that equal ones share their compiled code."""
+    """The same `StaticArguments` for equal arguments, so that they share compiled code."""
     return StaticArguments(graphdef, decoder)
 
 
@@ -137,8 +137,8 @@ class Progress:
     record: Record
     forwards: Int32[np.ndarray, "B"]
     rounds: Int32[np.ndarray, "B"]
-    trajectory: Trajectory | None = None  # of the last run, if that is recorded
-    drafts: Int32[np.ndarray, "B 2"] | None = None  # of the last run, if they are counted: see `count_drafts`
+    trajectory: Trajectory | None = None  # of the last run, if recorded
+    drafts: Int32[np.ndarray, "B 2"] | None = None  # of the last run, if counted: see `count_drafts`
 
     def of(self, row: int) -> tuple[Record, np.ndarray, np.ndarray]:
         """(record, forwards, rounds) of one row."""
@@ -160,36 +160,36 @@ class RunningBatch:
         blocks: int = 0,
         counts_drafts: bool = False,
     ):
-        """An empty batch; SettingError where it does not fit into memory.
+        """An empty batch; SettingError if it does not fit into memory.
 
         Args:
           like: any request; only its structure as arrays matters.
-          rows: B, in whole shards of the mesh of the weights.
-          blocks: of what prompts begin with, that are kept for others, if the decoder copies them.
+          rows: B, a multiple of the shards of the weights' mesh.
+          blocks: size of the prefix cache, if the decoder can copy prefixes.
           counts_drafts: whether `Progress` has drafts.
         """
         graphdef, params = nnx.split(model)
-        self._params = nnx.to_pure_dict(params)  # flattened in C++, where a State takes as long as a small forward pass
-        self._compiled, self._mesh, self._decoder = static_arguments(graphdef, decoder), mesh_of(model), decoder
+        self._params = nnx.to_pure_dict(params)  # flattened in C++; a State would take as long as a small forward pass
+        self._static, self._mesh, self._decoder = static_arguments(graphdef, decoder), mesh_of(model), decoder
         self.rows, self._sizes = rows, admissions(rows, self._mesh)
         self.free = list(range(rows))
         self._trajectory: Trajectory | None = None
         self._counts_drafts, self._drafts = counts_drafts, None
-        self.recorded = 0  # forward passes of a run, at most, whose trajectory is recorded; 0: none is
-        self.failed: dict[int, UserError] = {}  # why the answer in a row cannot go on
+        self.recorded = 0  # most forward passes of a run whose trajectory is recorded; 0: none
+        self.failed: dict[int, UserError] = {}  # by row: why its answer cannot be continued
         self._prefixes = prefixes.Prefixes(blocks if decoder.copies_prefix else 0, decoder.prefix_block)
-        self.known = np.zeros(rows, np.int32)  # given tokens of the request in each row that were not computed again
+        self.known = np.zeros(rows, np.int32)  # given tokens of each row that came from the prefix cache
         check_memory(model, self._mesh, rows, decoder, self._prefixes.count * self._prefixes.size)
         with jax.set_mesh(self._mesh):
-            self._state = _empty(self._compiled, self._params, decoder.lay_out([like]), rows)
+            self._state = _empty(self._static, self._params, decoder.lay_out([like]), rows)
             self._store = None
             if self._prefixes.count:
                 self._store = prefixes.empty_store(self._state.cache.entries, blocks, decoder.prefix_block)
 
     def admit(self, requests: Sequence[Request]) -> list[int]:
-        """Prefills requests in free rows, of which there must be enough, and returns these.
+        """Prefills requests in free rows, of which there must be enough, and returns their rows.
 
-        Blocks of given tokens that earlier ones began with, too, are copied.
+        Blocks of given tokens that are in the prefix cache are copied.
         """
         rows, waiting = {}, {number: self._prefixes.blocks_of(request) for number, request in enumerate(requests)}
         while waiting:
@@ -199,12 +199,12 @@ class RunningBatch:
         return [rows[number] for number in range(len(requests))]
 
     def compile_admissions(self, like: Request) -> None:
-        """Compiles admission for every number of rows, by prefilling a request for rows outside the batch."""
+        """Compiles admission for every number of rows, by prefilling a request into rows outside the batch."""
         for size in self._sizes:
             self._prefill(newcomers({self.rows: like}, size, self.rows, self._decoder, self._prefixes))
 
     def _admit(self, requests: Sequence[Request], blocks: Sequence[list[bytes]]) -> list[int]:
-        """Prefills requests together, which begin with as many blocks that are known."""
+        """Prefills requests together; all begin with equally many blocks of the prefix cache."""
         rows = [self.free.pop() for _ in requests]
         size = next(size for size in self._sizes if size >= len(requests))
         some = dict(zip(rows, requests, strict=True))
@@ -215,17 +215,17 @@ class RunningBatch:
 
     def _prefill(self, new: Newcomers) -> None:
         with jax.set_mesh(self._mesh):
-            self._state, self._store = _admit(self._compiled, self._params, self._state, self._store, new)
+            self._state, self._store = _admit(self._static, self._params, self._state, self._store, new)
 
     def run(self, finished: int, most: int = UNTIL_DONE) -> int:
-        """Starts to decode, until so many rows are finished, free ones included, or `most` forward passes are done.
+        """Starts decoding until `finished` rows, including free ones, are done, or for `most` forward passes.
 
-        Returns how many passes that may be, at most: of those whose trajectory is recorded there is room for few.
+        Returns the most forward passes that this can be: fewer than `most` if trajectories are recorded.
         """
         with jax.set_mesh(self._mesh):
             most = min(most, self.recorded or most)
             how = finished, most, self.recorded, self._counts_drafts
-            self._state, self._trajectory, self._drafts = _run(self._compiled, self._params, self._state, *how)
+            self._state, self._trajectory, self._drafts = _run(self._static, self._params, self._state, *how)
         return most
 
     def look(self) -> Progress:
@@ -235,7 +235,7 @@ class RunningBatch:
             return Progress(*fetch((s.active, s.record, s.forwards, s.rounds, self._trajectory, self._drafts)))
 
     def stop(self, rows: Sequence[int]) -> None:
-        """Ends rows that are not finished."""
+        """Frees rows before they are finished."""
         if rows:
             ended = np.zeros(self.rows, bool)
             ended[list(rows)] = True
@@ -245,7 +245,7 @@ class RunningBatch:
 
 def mesh_of(model: Transformer) -> Mesh:
     """The mesh of the weights, which may be abstract; for weights on one device, a mesh of that device."""
-    weights = (x for _, x in nnx.iter_graph(model) if isinstance(x, nnx.Variable))  # all would take 5 ms
+    weights = (x for _, x in nnx.iter_graph(model) if isinstance(x, nnx.Variable))  # listing them all would take 5 ms
     place = jax.tree.leaves(next(weights))[0].sharding
     if isinstance(place, NamedSharding):
         return place.mesh
@@ -253,33 +253,33 @@ def mesh_of(model: Transformer) -> Mesh:
 
 
 def batch_rows(requests: int, batch_size: int, mesh: Mesh) -> int:
-    """Rows of the batch: the least power of two for so many requests, at most batch_size, in whole shards."""
+    """Rows of the batch: the smallest power of two for these requests, at most batch_size, rounded up to shards."""
     rows, shards = min(batch_size, 1 << max(requests - 1, 0).bit_length()), shard_count(mesh, "batch")
     return -(-rows // shards) * shards
 
 
 def decode_once(graphdef, params, newcomers: Newcomers, rows: int, decoder: Decoder) -> Record:
     """Fills a batch and decodes it to the end, as one function that `plan` can lower and compile."""
-    compiled = static_arguments(graphdef, decoder)
-    state, _ = _admit(compiled, params, _empty(compiled, params, newcomers.layout, rows), None, newcomers)
-    return _run(compiled, params, state, rows, UNTIL_DONE)[0].record
+    static = static_arguments(graphdef, decoder)
+    state, _ = _admit(static, params, _empty(static, params, newcomers.layout, rows), None, newcomers)
+    return _run(static, params, state, rows, UNTIL_DONE)[0].record
 
 
-@functools.partial(jax.jit, static_argnames=("compiled", "rows"))
-def _empty(compiled: StaticArguments, params, layout, rows: int) -> RowState:
+@functools.partial(jax.jit, static_argnames=("static", "rows"))
+def _empty(static: StaticArguments, params, layout, rows: int) -> RowState:
     """A batch of finished rows; only the shapes of the layout matter."""
     layout = jax.tree.map(lambda x: jnp.zeros((rows, *x.shape[1:]), x.dtype), layout)
     keys = jax.random.split(jax.random.key(0), rows)
-    model = nnx.merge(compiled.graphdef, params)
-    like = jax.eval_shape(lambda: compiled.decoder.init(model, layout, keys))
+    model = nnx.merge(static.graphdef, params)
+    like = jax.eval_shape(lambda: static.decoder.init(model, layout, keys))
     if not isinstance(like, RowState):
-        raise UserError(f"{type(compiled.decoder).__name__}.init: returns {type(like).__name__}, not a RowState")
+        raise UserError(f"{type(static.decoder).__name__}.init: returns {type(like).__name__}, not a RowState")
     return _placed(jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), like))
 
 
-@functools.partial(jax.jit, static_argnames="compiled", donate_argnames=("state", "store"))
+@functools.partial(jax.jit, static_argnames="static", donate_argnames=("state", "store"))
 def _admit(
-    compiled: StaticArguments, params, state: RowState, store: KeyValues | None, new: Newcomers
+    static: StaticArguments, params, state: RowState, store: KeyValues | None, new: Newcomers
 ) -> tuple[RowState, KeyValues | None]:
     """Prefills requests and puts them into their rows of the batch; rows outside the batch are dropped."""
     keys = jax.vmap(lambda seed, noise: jax.random.fold_in(jax.random.key(seed), noise))(new.seeds, new.noise)
@@ -288,7 +288,7 @@ def _admit(
         capacity = state.cache.entries.keys.shape[3]
         shared = SharedPrefix(prefixes.copy(store, new.copied, capacity), new.known)
         layout = dataclasses.replace(layout, given=dataclasses.replace(layout.given, shared=shared))
-    started = compiled.decoder.init(nnx.merge(compiled.graphdef, params), layout, keys)
+    started = static.decoder.init(nnx.merge(static.graphdef, params), layout, keys)
 
     def put(axis, old, new_rows):
         return old.at[(slice(None),) * axis + (new.rows,)].set(new_rows, mode="drop")
@@ -297,15 +297,15 @@ def _admit(
     return _placed(_by_batch_axis(put, state, started)), store
 
 
-@functools.partial(jax.jit, static_argnames=("compiled", "recorded", "counts_drafts"), donate_argnames="state")
+@functools.partial(jax.jit, static_argnames=("static", "recorded", "counts_drafts"), donate_argnames="state")
 def _run(
-    compiled: StaticArguments, params, state: RowState, wanted, most, recorded: int = 0, counts_drafts: bool = False
+    static: StaticArguments, params, state: RowState, wanted, most, recorded: int = 0, counts_drafts: bool = False
 ) -> tuple[RowState, Trajectory | None, jax.Array | None]:
-    """Decodes until `wanted` rows are finished, for at most `most` passes: (next state, what was recorded, drafts).
+    """Decodes until `wanted` rows are finished, for at most `most` passes: (next state, trajectory, draft counts).
 
-    `recorded` is the most passes that are recorded; the drafts are `count_drafts` of all passes together, [B, 2].
+    `recorded` is the most passes that are recorded; the counts are `count_drafts` summed over all passes, [B, 2].
     """
-    model, decoder = nnx.merge(compiled.graphdef, params), compiled.decoder
+    model, decoder = nnx.merge(static.graphdef, params), static.decoder
 
     def step(state):
         with collect() as told:
@@ -336,7 +336,7 @@ def _run(
 
 @functools.partial(jax.jit, donate_argnames="state")
 def _release(state: RowState, ended: jax.Array) -> RowState:
-    """Clears the rows where `ended` [B] is true, but for their keys and values."""
+    """Clears the rows where `ended` [B] is true, except for their keys and values."""
 
     def clear(axis, x):
         return x if axis else select(ended, jnp.zeros_like(x), x)
@@ -357,7 +357,7 @@ def _by_batch_axis(function, state: RowState, *others: RowState) -> RowState:
 def _placed(state: RowState) -> RowState:
     """Constrains a state to be split by rows, and the cache by heads too.
 
-    Every program ends with this: with output shardings left to the partitioner, the next program would recompile.
+    Every program ends with this: if the partitioner chose output shardings, the next program would be recompiled.
     """
 
     def of(x):

@@ -21,16 +21,16 @@ from refusion_jax.decoding.requests import Request
 from refusion_jax.decoding.settings import TokenIds
 from refusion_jax.model.transformer import Transformer
 
-_LENGTH = 32  # the least length that a forward pass is padded to; doubled as often as needed: few compilations
+_LENGTH = 32  # forward passes are padded to this length, doubled as often as needed, so that few are compiled
 
 
 class ReferenceDecoder:
     """One request and the model that decodes it.
 
-    `keeps_cache` tells whether the decoder has a cache, to which the setting `cache` applies. `phases` lists the names
-    of the forward passes so far. `margin` is the smallest margin of all decisions so far: where it is as small as
-    float32 noise, a batched decoder may decide differently. `text` holds tokens by their places in the text: those that
-    are given, then those that a decoder adds, in the order of commitment.
+    `keeps_cache`: whether the decoder has a cache, to which the setting `cache` applies. `phases` lists the names of
+    the forward passes so far. `margin` is the smallest margin of all decisions so far: if it is as small as float32
+    noise, a batched decoder may decide differently. `text` holds tokens by their places in the text: given ones, then
+    those that the decoder adds, in the order of commitment.
     """
 
     def __init__(self, model: Transformer, request: Request, keeps_cache: bool = True):
@@ -50,7 +50,7 @@ class ReferenceDecoder:
         places: list[int] | None = None,
         visible: Bool[np.ndarray, "n n"] | None = None,
     ) -> Float32[np.ndarray, "n V"]:
-        """Runs one forward pass, under the name of its phase, and gives the probabilities at every token.
+        """Runs one forward pass, whose phase is recorded in `phases`, and returns the probabilities at every token.
 
         The places in the text are by default 0, 1, ...; each token (row) attends to the visible ones (columns), by
         default itself and those before it.
@@ -64,11 +64,11 @@ class ReferenceDecoder:
         return np.asarray(_probabilities(*self.model, fed, at, seen))[:n]
 
     def tokens(self, places: Iterable[int]) -> list[int]:
-        """The tokens at some places, masks where none are yet."""
+        """The tokens at these places, masks where there are none yet."""
         return [self.text.get(place, self.ids.mask_id) for place in places]
 
     def denoise(self, phase: str, places: list[int] | None = None) -> Float32[np.ndarray, "length V"]:
-        """Probabilities at places of the text, all by default, each of which attends to all of them."""
+        """Probabilities at places of the text (default: all), each of which attends to all of these places."""
         fed = [*range(self.request.length)] if places is None else places
         p = np.full((self.request.length, self.vocab_size), np.nan, np.float32)
         p[fed] = self.forward(phase, self.tokens(fed), fed, np.ones((len(fed), len(fed)), bool))
@@ -102,7 +102,7 @@ class ReferenceDecoder:
         return sorted(order[:count])
 
     def surest(self, rows: Mapping[int, Float32[np.ndarray, "V"]], threshold: float, least: int = 1) -> dict[int, int]:
-        """place -> its most probable token, where that is above a threshold; if nowhere, at the `least` best places."""
+        """place -> its most probable token, where that exceeds a threshold; if nowhere, at the `least` best places."""
         best = {place: self.best(row, place) for place, row in rows.items()}
         scores = {place: rows[place][token] for place, token in best.items()}
         sure = [place for place, score in scores.items() if self.above(score, threshold)]
@@ -115,11 +115,11 @@ class ReferenceDecoder:
                 self.text[place] = token
 
     def next_tokens(self, p: Float32[np.ndarray, "n V"]) -> list[int]:
-        """The most probable tokens after the text, each read at the token before it, as `forward` gives them."""
+        """The most probable tokens after the text, each predicted at the token before it; p comes from `forward`."""
         return [self.best(row, place) for place, row in enumerate(p[len(self.text) - 1 :], len(self.text))]
 
     def commit_verified(self, drafts: list[int], best: list[int]) -> int:
-        """Commits the drafts up to the first that is not the model's own token, this token, and nothing after an EOS.
+        """Commits the accepted prefix of the drafts, then the model's own next token, but nothing after an EOS.
 
         `best` has the most probable token at the place of each draft, and at the one after them. Returns the number of
         accepted drafts.
@@ -130,7 +130,7 @@ class ReferenceDecoder:
 
     @property
     def end(self) -> int:
-        """Where the text ends: after the first EOS that was committed, else at its maximal length."""
+        """Where the text ends: after the first committed EOS, or else at its maximal length."""
         return min((at + 1 for at in self.places if self.text.get(at) == self.ids.eos_id), default=self.request.length)
 
     @property
@@ -143,7 +143,7 @@ class ReferenceDecoder:
         return all(place in self.text for place in self.places if place < self.end)
 
     def result(self, rounds: int | None = None) -> dict:
-        """The expected output of the decoder; by default rounds are forwards."""
+        """The expected output of the decoder; by default every forward is a round."""
         end, begin = self.end, len(self.request.prompt)
         return {
             "tokens": [token for place, token in sorted(self.text.items()) if begin <= place < end],

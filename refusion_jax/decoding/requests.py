@@ -23,7 +23,7 @@ from refusion_jax.model.shape import ModelConfig
 
 ROUNDING = 32  # cache lengths are multiples of this, so that few programs are compiled
 _TOKENS = "token ids, as the encode_prompts of a tokenizer makes of each text"
-PREFILL_CHUNK = 256  # given tokens per forward of the prefill, at most
+PREFILL_CHUNK = 256  # most given tokens per forward of the prefill
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,19 +31,19 @@ class Request:
     """A prompt and what is to be decoded after it.
 
     `template` lists given tokens and lengths of gaps in text order: `([5, 6], 40, [7], 24)` asks for 40 tokens between
-    5 6 and 7, and for 24 after 7. Given tokens are committed first; the gaps are then decoded with all of them in
-    sight. EOS is only allowed in a gap after the last given token, and after `least` tokens of the answer. An empty
+    5 6 and 7, and for 24 after 7. Given tokens are committed first; then the gaps are decoded, and see all of
+    them. EOS is only allowed in a gap after the last given token, and after `least` tokens of the answer. An empty
     template means one gap of max_new_tokens.
     """
 
     prompt: Sequence[int]
     template: tuple[Sequence[int] | int, ...] = ()
-    settings: Settings | None = None  # where they differ from those of the call; batch_size and cache_length never do
+    settings: Settings | None = None  # if they differ from the call's; batch_size and cache_length cannot
     noise: int | None = None  # below 2^32; sampling noise is a function of (settings.seed, this number, position,
     # forward pass). By default 0 for a request with settings of its own, else its number in the call
     name: str = ""  # in error messages
-    grammar: Any = None  # that the answer follows, a `constrained.Matcher` that has consumed nothing
-    least: int = 0  # tokens that the answer has before an EOS; without a grammar
+    grammar: Any = None  # for the answer: a `constrained.Matcher` that has consumed nothing
+    least: int = 0  # least number of tokens before an EOS; must be 0 with a grammar
 
     @functools.cached_property
     def parts(self) -> list[tuple[range, Sequence[int] | None]]:
@@ -132,7 +132,7 @@ class Layout:
     """Requests as arrays."""
 
     given: Given
-    places: Any  # to decode: `Places`, or what else the decoder takes
+    places: Any  # to decode: `Places`, or the decoder's own type
     settings: TracedSettings
 
     @classmethod
@@ -182,7 +182,7 @@ def prepare(requests: Sequence[Sequence[int] | Request], settings: Settings, mod
 
 
 def _complete(request: Request, model: ModelConfig, room: int) -> Settings:
-    """The settings of a request, with the default of max_new_tokens filled in, for which a template has no use."""
+    """The settings of a request, with the default of max_new_tokens filled in, which templates do not use."""
     settings = request.settings.for_model(model)
     if request.template:
         return settings
@@ -193,16 +193,16 @@ def _complete(request: Request, model: ModelConfig, room: int) -> Settings:
 
 
 def whole_numbers(name: str, given: Iterable[int], what: str = _TOKENS) -> list[int]:
-    """Token ids, or numbers of something else, as a list, whatever holds them; UserError where they are none."""
+    """Whole numbers, such as token ids, as a list, from any sequence or array; UserError if any is not whole."""
     with contextlib.suppress(TypeError):
-        found = given.tolist() if hasattr(given, "tolist") else [*given]  # JAX would take 50 us for a token
+        found = given.tolist() if hasattr(given, "tolist") else [*given]  # iterating a JAX array takes 50 us per token
         if bool not in map(type, found):
             return [*map(operator.index, found)]
     raise UserError(f"{name}: must be a list of {what}")
 
 
 def check_tokens(name: str, given: Sequence[int], num_tokens: int) -> None:
-    """Raises UserError, which names the text, where it has no tokens, or one that the model does not know."""
+    """Raises UserError, which names the text, if it has no tokens or any that the model does not know."""
     if not given:
         raise UserError(f"{name}: is empty; it needs at least one token")
     if not 0 <= min(given) <= max(given) < num_tokens:
@@ -230,14 +230,14 @@ class Answer:
     commit_order: list[int]  # positions of all decoded tokens, in the order of commitment
     commit_tokens: list[int]  # the tokens at these positions, including any after the first EOS
     forwards: int  # of the decoding loop; the prefill is not counted
-    rounds: int  # plans that were followed; for decoders that do not plan, forward passes
-    finish_reason: str  # "eos", "length", or "stop" where the caller has stopped it
+    rounds: int  # plans followed; for decoders that do not plan, forward passes
+    finish_reason: str  # "eos", "length", or "stop" if the caller stopped it
 
 
 def read_answer(
     request: Request, record: Record, forwards: np.ndarray, rounds: np.ndarray, ids: TokenIds, is_ended: bool = False
 ) -> Answer:
-    """The answer in the record of one row, up to its first gap if the caller has stopped it; UserError for none."""
+    """The answer in a row's record, up to its first gap if the caller stopped it; UserError for a faulty record."""
     positions, tokens = record.positions[: record.count].tolist(), record.tokens[: record.count].tolist()
     text = dict(zip(positions, tokens, strict=True))
     asked = {at for places, given in request.parts if given is None for at in places}

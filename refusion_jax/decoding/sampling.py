@@ -46,9 +46,9 @@ class Record:
 def count_drafts(
     told: Sequence[Told], active: Bool[Array, "B"], before: Record, after: Record, capacity: int
 ) -> Int32[Array, "B 2"]:
-    """(drafts that a forward pass has verified, those of them that it has committed) of each row.
+    """For each row: (number of drafts that a forward pass has verified, number of those that it has committed).
 
-    `told` is what the pass tells of plans and drafts, `active` the rows that took part, `capacity` places of a text.
+    `told`: what the pass reports of plans and drafts; `active`: rows that took part; `capacity`: places of a text.
     """
     drafts = [one for one in told if one.chances is None]
     if not drafts:
@@ -62,7 +62,7 @@ def count_drafts(
     return jnp.stack([jnp.sum(is_fed, axis=1), jnp.sum(is_kept, axis=1)], axis=1).astype(jnp.int32)
 
 
-_LEAST = 1e-30  # temperature and top_p: with less, logits overflow, and the most probable token is none of the nucleus
+_LEAST = 1e-30  # of temperature and top_p: below it logits overflow, or the nucleus lacks the most probable token
 
 
 def mask_logits(
@@ -70,8 +70,8 @@ def mask_logits(
 ) -> tuple[Float32[Array, "B T V"], Float32[Array, "B T V"]]:
     """(logits of the real vocabulary, logits of the tokens that may be chosen; EOS only where `may_end`).
 
-    The mask and padding tokens are never chosen, but keep their share in the softmax of the first. (The authors' code
-    can choose the mask token.)
+    The mask and padding tokens are never chosen, but the first logits still have them, so they count in its softmax.
+    (The authors' code can choose the mask token.)
     """
     token = jnp.arange(logits.shape[-1])[None, None]
     real = jnp.where(token < ids.num_tokens, logits, -jnp.inf)
@@ -86,7 +86,7 @@ def sample(
     positions: Int32[Array, "B T"],
     settings: TracedSettings,
 ) -> Int32[Array, "B T"]:
-    """The most probable token at every place, or where `draw` holds a sample of softmax(logits / temperature).
+    """The most probable token at every place or, where `draw` is True, a sample of softmax(logits / temperature).
 
     Samples come from the top_k tokens, and among these from the nucleus of top_p (Holtzman et al., arXiv 1904.09751),
     by the Gumbel-max trick in float32. If all temperatures are 0, no noise is computed.
@@ -109,10 +109,10 @@ def sample(
 
 
 def best(logits: Float32[Array, "*B V"]) -> Int32[Array, "*B"]:
-    """The index of the highest logit; of several, the first; V, which is no token, where the highest is not finite.
+    """The index of the highest logit, of the first in a tie; V, which is no token, if the highest is not finite.
 
     Computed by a maximum and a minimum, which XLA vectorizes on CPU. Its argmax there takes longer than the output
-    head: 0.12 ms for 32 places and 512 tokens, against 0.03 ms here. Nor does its maximum always tell of a NaN: among
+    head: 0.12 ms for 32 places and 512 tokens, against 0.03 ms here. XLA's maximum does not always show a NaN: among
     NaNs it can be the -inf of a token that is never chosen.
     """
     V, most = logits.shape[-1], jnp.max(logits, axis=-1, keepdims=True)
@@ -123,7 +123,7 @@ def best(logits: Float32[Array, "*B V"]) -> Int32[Array, "*B"]:
 def drawn_from(logits: Float32[Array, "B T V"], settings: TracedSettings) -> Float32[Array, "B T V"]:
     """Logits of the distribution that is sampled: logits / temperature, -inf outside top_k and the nucleus.
 
-    The logits are those of the tokens that may be chosen, the settings [B, T]; means nothing at temperature 0.
+    The logits are those of the tokens that may be chosen, the settings [B, T]; undefined at temperature 0.
     """
     scaled = logits / jnp.maximum(settings.temperature, _LEAST)[:, :, None]
     k = jnp.where(settings.top_k > 0, settings.top_k, logits.shape[-1])
@@ -157,7 +157,7 @@ def keep_top(
 
 
 def probability(logits: Float32[Array, "B T V"], tokens: Int32[Array, "B T"]) -> Float32[Array, "B T"]:
-    """softmax(logits)[tokens]; 0 for what is no token, so that decoders that go by it end."""
+    """softmax(logits)[tokens]; 0 for the id V, which is no token, so that decoders that depend on it terminate."""
     return jnp.nan_to_num(jnp.exp(_of(logits, tokens) - jax.nn.logsumexp(logits, axis=-1)))
 
 
@@ -208,14 +208,14 @@ def verify(
     places: Int32[Array, "B N"],
     settings: TracedSettings,
 ) -> tuple[Int32[Array, "B"], Int32[Array, "B N"]]:
-    """(number of accepted drafts; these and the token that follows them, which fills up the rest).
+    """(number of accepted drafts; these, followed by the token after them, which also fills the rest).
 
     From the left, a draft is accepted with probability min(1, p / q); the first rejected one is drawn again from
     max(0, p - q). If all are accepted, the token after them is drawn from p.
 
     Args:
       p, places: the verifier's distribution at the place of each draft, and at the place after the last one.
-      q: that each draft was drawn from.
+      q: the distribution that each draft was drawn from.
       drafts, drafted: tokens, and how many of them count.
       keys, settings: of each row.
     """

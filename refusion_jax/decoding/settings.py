@@ -25,10 +25,10 @@ class Settings:
     """The decode settings of any decoder; SettingError for an impossible value names it, and what would be possible."""
 
     # Settings that name further models (auxiliary.py), each with the config keys by which `bench headline` trains one,
-    # where they differ from the main model's; {run} in a value is that model's run.
+    # as far as they differ from the main model's; {run} in a value is the main model's run.
     auxiliary_models: ClassVar[dict[str, dict[str, Any]]] = {}
-    slot_size: ClassVar[int] = 1  # a setting where there are slots
-    draft_length: ClassVar[int] = 0  # a setting where so many drafts are verified
+    slot_size: ClassVar[int] = 1  # a setting in decoders with slots
+    draft_length: ClassVar[int] = 0  # a setting in decoders that verify drafts
 
     method: str = setting(
         "", "Name of the decoder; by default the one for the system that trained the model", scope="compiled"
@@ -108,11 +108,11 @@ class Settings:
         return -(-self.max_new_tokens // self.unit) * self.unit
 
     def for_model(self, model: ModelConfig) -> Self:
-        """The settings with what defaults to the model's filled in; for subclasses to override."""
+        """The settings, with defaults that depend on the model filled in; for subclasses to override."""
         return self
 
     def traced(self) -> dict[str, float | int | bool]:
-        """What decoders read inside `jit`: the numbers that may differ between requests, without the seed."""
+        """What decoders read inside `jit`: the numbers that may differ between requests, except the seed."""
         own = declared(type(self))
         names = [n for n in scope(type(self), "row") if not isinstance(own[n].default, str) and n != "seed"]
         return {name: type(own[name].default)(getattr(self, name)) for name in sorted(names)}
@@ -162,7 +162,7 @@ class TokenIds:
 
     @classmethod
     def of(cls, settings: Settings, model: ModelConfig) -> Self:
-        """The ids in the settings, else the model's; SettingError where one is missing or outside the vocabulary."""
+        """The ids in the settings, else the model's; SettingError if one is missing or outside the vocabulary."""
         ids = {}
         for name, own in (("eos_id", model.eos_token_id), ("mask_id", model.mask_token_id)):
             ids[name] = getattr(settings, name) if getattr(settings, name) >= 0 else own
@@ -172,5 +172,5 @@ class TokenIds:
                 )
         if ids["eos_id"] == ids["mask_id"]:
             raise SettingError("decode", "eos_id", ids["eos_id"], "is the mask token, which no answer can end with")
-        pad_id = -1 if model.pad_token_id == ids["eos_id"] else model.pad_token_id  # what ends an answer can be written
+        pad_id = -1 if model.pad_token_id == ids["eos_id"] else model.pad_token_id  # EOS must remain choosable
         return cls(**ids, pad_id=pad_id, num_tokens=model.num_tokens)

@@ -5,7 +5,7 @@ import dataclasses
 
 @dataclasses.dataclass(frozen=True)
 class Stops:
-    """An answer ends before the first occurrence of any of these texts; ValueError where one is empty."""
+    """An answer ends before the first occurrence of any of these texts; ValueError if one is empty."""
 
     texts: tuple[str, ...] = ()
 
@@ -21,7 +21,7 @@ class Stops:
     def is_certain(self, text: str) -> bool:
         """Whether the text holds a stop string, and no continuation of it would be cut earlier.
 
-        It might be where a longer stop string can begin before the one that was found, and is not complete yet.
+        It could be if a longer stop string, not complete yet, can begin before the one that was found.
         """
         begin = self._begin(text)
         return begin is not None and begin - 1 + max(map(len, self.texts)) <= len(text)
@@ -34,7 +34,7 @@ class Stops:
 
 
 def _begins_at_end(text: str, stop: str) -> int:
-    """Where the longest end of the text that begins a stop string starts; the end of the text where there is none."""
+    """The index where the longest suffix of the text begins that is a prefix of `stop`; len(text) if there is none."""
     at = text.find(stop[0], max(0, len(text) - len(stop) + 1))
     while at >= 0 and not stop.startswith(text[at:]):
         at = text.find(stop[0], at + 1)

@@ -1,4 +1,4 @@
-"""What each forward pass of a decoding plans and verifies: recorded on the device, where the caller asks for it.
+"""What each forward pass of a decoding plans and verifies: recorded on the device, if the caller asks for it.
 
 Decoders report plans and drafts by calling `tell` in their `step`. While the step is traced inside `collect` they are
 recorded; elsewhere `tell` does nothing, and the compiled program is the same as without it.
@@ -20,16 +20,16 @@ from jaxtyping import Array, ArrayLike, Bool, Float32, Int32, Shaped
 
 
 class Told(NamedTuple):
-    """Tokens that one call tells of."""
+    """What one call of `tell` reports."""
 
     tokens: Int32[Array, "B T"]
     places: Int32[Array, "B T"]  # in the text; -1: this entry is unused
-    chances: Float32[Array, "B T"] | None  # probabilities, of what is planned; None: these are drafts
+    chances: Float32[Array, "B T"] | None  # probabilities of planned tokens; None: the tokens are drafts
 
 
 @struct.dataclass
 class Trajectory:
-    """Some forward passes, in order; on the host that of one row has no axis B.
+    """Some forward passes, in order; on the host, the trajectory of a single row has no axis B.
 
     All numbers are in one array, so that a forward pass writes once and the host fetches once.
     """
@@ -55,7 +55,7 @@ _collected: contextvars.ContextVar[list[Told] | None] = contextvars.ContextVar("
 
 @contextlib.contextmanager
 def collect() -> Iterator[list[Told]]:
-    """Collects what a decoder tells while it is traced inside."""
+    """Collects what a decoder reports by `tell` while its step is traced inside."""
     token = _collected.set([])
     try:
         yield _collected.get()
@@ -69,8 +69,8 @@ def tell(
     where: Bool[Array, "B *T"],
     chances: Float32[Array, "B *T"] | None = None,
 ) -> None:
-    """Tells which drafts this forward pass verifies, or with `chances` which tokens it predicts at masks, with their
-    probabilities, whether or not it commits them."""
+    """Reports the drafts that this forward pass verifies or, with `chances`, the tokens that it predicts at masks, and
+    their probabilities, whether or not it commits them."""
     if (told := _collected.get()) is None:
         return
 
