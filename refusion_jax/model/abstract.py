@@ -27,7 +27,7 @@ def abstract_transformer(
 ) -> tuple[nnx.GraphDef, dict[str, Any]]:
     """The structure of a model, and a `jax.ShapeDtypeStruct` of every weight with its sharding.
 
-    SettingError, naming flags by the prefix `flags`, where the mesh cannot split a weight evenly; its devices may be
+    SettingError, naming flags by the prefix `flags`, if the mesh cannot split a weight evenly; its devices may be
     abstract. `head_rows`, `weights` and `cache`: see `Transformer.with_head_rows` and `Transformer.rounded`.
     """
     model = nnx.eval_shape(

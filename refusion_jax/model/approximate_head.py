@@ -2,9 +2,9 @@
 
 After HiRE (Yerram et al., arXiv 2402.09360, of which we read the abstract). Head and tokens are rounded to int8, with a
 quarter of the bytes of float32 and half of bfloat16. The `rows` best rows by that product are computed exactly; all
-other tokens get probability 0. Where the vocabulary is split over chips, each finds the best of its own rows, and the
-best of all are kept, so that the result does not depend on the mesh. Worthwhile if reading the head from memory
-dominates, that is for tokens * rows well below the size of the vocabulary.
+other tokens get probability 0. If the vocabulary is split over chips, each finds the best of its own rows, and the best
+of all are kept, so that the result does not depend on the mesh. It pays if reading the head from memory dominates, that
+is for tokens * rows well below the size of the vocabulary.
 
 Axes: B rows of the batch, T tokens, D hidden size, V rows of the head; N = B T tokens of one chip.
 """
@@ -30,7 +30,7 @@ def shortlisted_logits(
 ) -> Float32[Array, "B T V"]:
     """Logits of the best `rows` rows of a head, for each token; -inf for all others.
 
-    The head is of x's dtype, float32 or bfloat16, or in int8; `rounded` is the same, from `rounded_head`.
+    The head has x's dtype, float32 or bfloat16, or is in int8; `rounded` is the same head, from `rounded_head`.
     """
     per_token, per_row = sharding.spec("batch", None, None), sharding.spec("vocab", None)
     run = sharding.on_each_chip(

@@ -1,4 +1,4 @@
-"""Attention, one function for all: every objective and every decoder attends through here.
+"""Attention: every objective and every decoder attends through the functions of this module.
 
 Axes: B rows, T queries, S keys, U new keys, N query heads, K key/value heads, G = N / K query heads a key head serves,
 R = G T queries that it serves, H head size.
@@ -22,11 +22,11 @@ def attention(
 ) -> Float[Array, "B T N H"]:
     """Scaled dot-product attention with grouped heads; the softmax is float32 whatever the inputs are.
 
-    A query that may see no key at all (padding) gets finite numbers without meaning, not NaN. The backward pass keeps
-    no [T, S] array: it computes the weights again from the scores and the two numbers per query that normalize them
-    (FlashAttention-2, arXiv 2307.08691, section 3.1), and needs no reduction over keys.
+    A query that may see no key at all (padding) gets finite, meaningless numbers, not NaN. No [T, S] array is kept for
+    the backward pass, which computes the weights again from the scores and the two numbers per query that normalize
+    them (FlashAttention-2, arXiv 2307.08691, section 3.1), and needs no reduction over keys.
 
-    All arrays are float32 or bfloat16, as is what is returned; the mask is True where the query may see the key.
+    All arrays and the result are float32 or bfloat16; the mask is True where the query may see the key.
     """
     return _forward(q, k, v, mask)[0]
 
@@ -45,7 +45,7 @@ def _backward(kept, cotangent):
     q, k, v, mask, heads, highest, total = kept
     weights = jnp.exp(_scores(q, _heads_first(k), mask) - highest[..., None]) / total[..., None]  # [B, K, G, T, S]
     B, K, G, T, S = weights.shape
-    # Of softmax: sum over keys of weight x its cotangent, which is that of head x its cotangent over H.
+    # For softmax: the sum over keys of weight x its cotangent equals the sum over H of head x its cotangent.
     mean = jnp.einsum("btnh,btnh->btn", heads, cotangent, preferred_element_type=jnp.float32)
     mean = mean.reshape(B, T, K, G).transpose(0, 2, 3, 1)[..., None]
     rows, values = _rows(cotangent, K), _heads_first(v)
@@ -71,10 +71,10 @@ def cached_attention(
 ) -> Float[Array, "B T N H"]:
     """`attention` over cached keys and new ones, as if they were concatenated.
 
-    Only the scores are: concatenating the keys and values themselves would copy the cache in every layer.
+    Only the scores are concatenated: with keys and values this would copy the cache in every layer.
 
-    Keys and values may be in int8, with a scale for every token and head. Cached ones have heads before tokens: their
-    products read them as they lie. Every query sees those that `is_cached` says.
+    Keys and values may be in int8, with a scale for every token and head. Cached ones have heads before tokens, the
+    order in which products read them. Every query sees the cached ones where `is_cached` is True.
     """
     k, v = _heads_first(k), _heads_first(v)
     old, new = _scores(q, cached_k, is_cached[:, None]), _scores(q, k, mask)
@@ -86,7 +86,7 @@ def cached_attention(
 def _scores(
     q: Float[Array, "B T N H"], k: Float[Array, "B K S H"] | Int8Array, mask: Bool[Array, "B #T S"]
 ) -> Float32[Array, "B K G T S"]:
-    """Scaled scores, of which those that the mask hides are the least there is."""
+    """Scaled scores; those that the mask hides get the lowest finite value."""
     k, scale = factors(k, q.dtype)
     B, T, N, H = q.shape
     K, S = k.shape[1:3]
@@ -101,7 +101,7 @@ def _scores(
 def _mix(
     weights: Float32[Array, "B K G T S"], v: Float[Array, "B K S H"] | Int8Array, dtype: jnp.dtype
 ) -> Float[Array, "B T N H"]:
-    """The values mixed by the weights, in a dtype."""
+    """The sum of the values, weighted by attention, in a dtype."""
     v, scale = factors(v, dtype)
     weights = weights if scale is None else weights * _per_key(scale)
     B, K, G, T, S = weights.shape
@@ -110,7 +110,7 @@ def _mix(
 
 
 def _rows(x: Float[Array, "B T N H"], K: int) -> Float[Array, "B K R H"]:
-    """The queries of all heads that a key head serves, one after the other."""
+    """Concatenates the queries of all heads that a key head serves."""
     B, T, N, H = x.shape
     return x.reshape(B, T, K, N // K, H).transpose(0, 2, 3, 1, 4).reshape(B, K, -1, H)
 
@@ -126,5 +126,5 @@ def _heads_first(x: Float[Array, "B S K H"] | Int8Array) -> Float[Array, "B K S 
 
 
 def _per_key(scale: Float32[Array, "B K S 1"]) -> Float32[Array, "B K 1 1 S"]:
-    """Scales of keys or values as they meet the scores."""
+    """Scales of keys or values, reshaped to multiply scores."""
     return scale.transpose(0, 1, 3, 2)[:, :, None]

@@ -1,7 +1,7 @@
-"""Attention over a cache and new tokens in one TPU kernel, which reads no more of the cache than each row has filled.
+"""Attention over a cache and new tokens in one TPU kernel, which reads only the filled part of each row's cache.
 
-The products that XLA makes of `cached_attention` read as many entries of every row as the fullest one has, and write
-their float32 scores to memory: with 128 rows many times the bytes of the cache (benchmarks/results/tpu_decoding.md).
+The products to which XLA compiles `cached_attention` read as many entries of every row as the fullest one has, and
+write float32 scores to memory: with 128 rows many times the bytes of the cache (benchmarks/results/tpu_decoding.md).
 Here a grid walks over (row, key head, block of cached entries) and normalizes as it goes (online softmax:
 FlashAttention-2, arXiv 2307.08691, section 3.1). Past the last filled block the grid names that block again, so that
 nothing is fetched. The last step of a row adds the new tokens, by their mask. JAX's paged kernels take one query per
@@ -21,8 +21,8 @@ from jaxtyping import Array, Bool, Float, Int32
 
 from refusion_jax.distributed import sharding
 
-_KEYS = 512  # cached entries of a block: 128 KiB in bfloat16, which a chip fetches while it multiplies the one before
-_QUERIES = 256  # that are multiplied at once
+_KEYS = 512  # cached entries of a block: 128 KiB in bfloat16, fetched while the block before is multiplied
+_QUERIES = 256  # multiplied at once
 _LEAST_NEW = 8  # keys in a product; Mosaic of libtpu 0.0.51 fails on a single one
 _HIDDEN = float(jnp.finfo(jnp.float32).min)
 
@@ -39,10 +39,10 @@ def cache_attention(
     fed: Int32[Array, "B"],
     interpret: bool = False,
 ) -> Float[Array, "B T N H"]:
-    """`cached_attention` on every chip's own rows and heads, of one layer of a cache of all layers.
+    """`cached_attention` on every chip's own rows and heads, for one layer of a cache of all layers.
 
-    `length` are the leading entries of a row that all of its new tokens see, and `fed` the leading tokens of a row that
-    count; heads of the others mean nothing. `interpret` emulates the kernel on another platform, for tests.
+    All new tokens of a row see the leading `length` entries of its cache. Only the leading `fed` tokens of a row count;
+    the result is undefined for the others. `interpret` emulates the kernel on another platform, for tests.
     """
     B, T, N, H = q.shape
     K, G = k.shape[2], N // k.shape[2]
@@ -95,12 +95,12 @@ def _on_chip(groups: int, interpret: bool, layer, length, fed, q, cached_k, cach
 def _kernel(
     layer, length, fed, q, cached_k, cached_v, k, v, seen, out, mixed, highest, total, *, groups: int
 ):  # fmt: skip
-    """One step of the grid: the queries of a row and key head meet a block of cached entries."""
+    """One step of the grid: the queries of a row and key head attend to a block of cached entries."""
     row, step, block = pl.program_id(0), pl.program_id(2), cached_k.shape[3]
     R = q.shape[2]
 
     def meet(queries, keys, values, mask):
-        """Takes some keys into the running softmax of some queries."""
+        """Adds keys to the running softmax of queries."""
         scores = jax.lax.dot_general(
             q[0, 0, queries], keys, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32
         )  # fmt: skip

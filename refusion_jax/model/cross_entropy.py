@@ -17,7 +17,7 @@ from jaxtyping import Array, Bool, Float, Float32, Int32
 from refusion_jax.distributed import sharding
 
 BLOCK = 2048  # tokens: enough to keep a matrix unit busy
-CHUNK = 16_384  # rows of the head: 128 MiB of float32 logits a block
+CHUNK = 16_384  # rows of the head: 128 MiB of float32 logits per block
 
 
 @jax.custom_vjp
@@ -30,13 +30,13 @@ def linear_cross_entropy(
     """-log softmax(x @ head.T)[label] of every labelled token, 0 elsewhere.
 
     The products run in x's dtype, float32 or bfloat16, and are summed in float32. Differentiable in x, split over the
-    mesh as "batch", "length", None, and in the head, split as "vocab", "embed", whose rows the labels are.
+    mesh as "batch", "length", None, and in the head, split as "vocab", "embed". Labels are rows of the head.
     """
     return _forward(x, head, labels, is_labelled)[0]
 
 
 def _specs():
-    """Of x and the head, and of what there is for each token."""
+    """Shardings of x and the head, and of arrays with one value per token."""
     x = sharding.spec("batch", "length", None)
     return (x, sharding.spec("vocab", "embed")), sharding.spec("batch", "length")
 
@@ -67,7 +67,7 @@ class _Blocks:
 
 
 def _blocks(x, labels, is_labelled) -> tuple[_Blocks, jax.Array]:
-    """The blocks, and [B * T] int32, the original index of each of their tokens."""
+    """(the blocks; [B * T] int32, the original index of each token in them)."""
     tokens = labels.size
     order = jnp.argsort(~is_labelled.ravel(), stable=True)
     count = -(-tokens // BLOCK)
@@ -115,7 +115,7 @@ def _chunk_logits(x, chunk, first, rows: int):
 
 
 def _hits(labels, chunk, first, rows: int):
-    """[R, W] bool: where the label of each token is in this chunk of this chip, if it is there."""
+    """[R, W] bool: True at each token's label, if that is in this chunk of this chip."""
     return (labels[:, None] == (first + jnp.arange(chunk.shape[1]))[None]) & _is_row(chunk, first, rows)
 
 
@@ -168,7 +168,7 @@ def _local_backward(x, head, labels, is_labelled, log_normalizer, cotangent):
             def add(dchunk, dx):
                 logits = _chunk_logits(blocked.x, chunk, first, rows)
                 dlogits = jnp.exp(logits - normalizer[:, None]) - _hits(blocked.labels, chunk, first, rows)
-                # Rounded once: without the barrier XLA keeps the logits in float32 and makes these in both products.
+                # Rounded once: without the barrier XLA keeps the logits in float32 and rounds them in both products.
                 dlogits = jax.lax.optimization_barrier((dlogits * scale[:, None]).astype(x.dtype))
                 dx = dx.at[index].add(jnp.einsum("rw,dw->rd", dlogits, chunk, preferred_element_type=jnp.float32))
                 dchunk += jnp.einsum("rd,rw->dw", blocked.x, dlogits, preferred_element_type=jnp.float32)

@@ -1,9 +1,9 @@
-"""A mixture of experts in place of an MLP: a router sends each token to the k experts that suit it best.
+"""A mixture of experts in place of an MLP: a router sends each token to the k experts with the highest scores.
 
-The tokens of each expert are made neighbours, so that the products of all experts are one product of ragged groups. No
-expert has a capacity and no token is dropped; all shapes are static. Where the mesh splits the experts, chips gather
-each other's tokens, apply their own experts to them, and sum what comes out: for as many chips as a token has experts
-that moves no more than sending tokens to their experts would.
+Tokens are sorted by expert, so that the products of all experts are one product of ragged groups. No expert has a
+capacity and no token is dropped; all shapes are static. If the mesh splits the experts, chips gather each other's
+tokens, apply their own experts to them, and sum the results: with as many chips as a token has experts, this moves no
+more data than sending tokens to their experts would.
 
 Axes: B rows, T tokens of a row, D hidden size, E experts (of one chip, where they are split), F width of an expert, k
 experts of a token, N tokens of all chips that share the experts, P = N k pairs of a token and one of its experts, S
@@ -32,20 +32,20 @@ _AXES["up_proj"] = _AXES["gate_proj"]
 
 
 class Load(NamedTuple):
-    """How much a router sends to each expert, summed over real tokens: of one layer, or of all."""
+    """How much a router sends to each expert, summed over real tokens of one layer, or of all layers."""
 
-    counts: Float32[Array, "E"]  # tokens that go there
-    probabilities: Float32[Array, "E"]  # of going there
+    counts: Float32[Array, "E"]  # tokens sent to the expert
+    probabilities: Float32[Array, "E"]  # their probabilities of being sent there
 
 
 def route(
     logits: Float32[Array, "N E"], bias: Float32[Array, "E"] | None, c: ModelConfig
 ) -> tuple[Float32[Array, "N k"], Int32[Array, "N k"], Float32[Array, "N E"]]:
-    """(weights of the experts of each token, which they are, the probability of each to be chosen).
+    """(weights of each token's experts, their indices, the probability of every expert).
 
     With softmax over all experts as in Qwen3-MoE; with sigmoid of each as in DeepSeek-V3 (arXiv 2412.19437, section
-    2.1.2), where a bias in the choice balances the experts, and a token chooses from some groups of them, those whose
-    best two experts are best together. We leave the bias as it is.
+    2.1.2), where a bias in the choice balances the experts, and a token chooses from a few groups of them, those with
+    the highest sum of their two best scores. We do not train the bias.
     """
     is_softmax = FAMILIES[c.family].router == "softmax"
     scores = jax.nn.softmax(logits) if is_softmax else jax.nn.sigmoid(logits)
@@ -65,11 +65,11 @@ def route(
 
 
 def balance(counts: Float32[Array, "E"], chosen: int) -> Float32[Array, "E"]:
-    """What a probability of each expert costs, from how many tokens of the whole batch go there, in all layers.
+    """The coefficient of each expert's probability in the balancing loss, from its tokens in the batch and all layers.
 
     `sum(balance(counts, k) * probabilities)` is E sum_e f_e P_e of Switch Transformers (arXiv 2101.03961, equation 4)
-    for k experts per token: f_e and P_e are means over the tokens of all layers, of those that go to e and of the
-    probability of that. It is k where all experts have as much to do.
+    for k experts per token: over the tokens of all layers, f_e is the share that goes to e, and P_e the mean
+    probability of e. It is k if all experts are equally loaded.
     """
     tokens = jnp.maximum(jnp.sum(counts) / chosen, 1)
     return counts * (counts.size / tokens**2)
@@ -88,8 +88,8 @@ def mixture(
       x: split over the mesh as "batch", "length", None.
       weights: of one layer: router [D, E] and, if it has one, expert_bias [E], both float32, gate_proj and up_proj
         [E, D, F], down_proj [E, F, D].
-      c, activation: how tokens choose, and what is applied to the gate.
-      is_real: tokens that count for the load; None: it is not wanted.
+      c, activation: how tokens choose experts, and the function that is applied to the gate.
+      is_real: tokens that count for the load; None: no load is computed.
     """
 
     def on_chip(x, is_real, matrix, bias, *projections):
@@ -131,13 +131,13 @@ def _whole(w: Array | Int8Array, name: str) -> Array | Int8Array:
 
 
 def _apply(x, weight, expert, projections, activation: Callable) -> jax.Array:
-    """[N, D], the part of the experts that this chip has, from x [N, D], weight and expert [N, k]."""
+    """[N, D], the contribution of this chip's experts, from x [N, D], weight and expert [N, k]."""
     gate_proj, up_proj, down_proj = projections
     experts, parts = gate_proj.shape[0], sharding.shard_count_here("experts")
     own = expert.ravel() - experts * sharding.shard_index("experts")  # [P]
     own = jnp.where((own >= 0) & (own < experts), own, experts)  # those of other chips come last
     slots = _Slots.of(own, experts, len(x) * min(expert.shape[1], experts), parts)
-    source = slots.source // expert.shape[1]  # the token of a slot; where none is, it is out of bounds
+    source = slots.source // expert.shape[1]  # the token of each slot; out of bounds in empty slots
     place = slots.place.reshape(expert.shape)
 
     h = _to_slots(x, source, place)  # [S, D]
@@ -147,9 +147,9 @@ def _apply(x, weight, expert, projections, activation: Callable) -> jax.Array:
 
 
 class _Slots(NamedTuple):
-    """Where the pairs of a token and one of its experts are, sorted by expert; each expert begins with a tile.
+    """The places of the pairs of a token and one of its experts, sorted by expert; each expert begins with a tile.
 
-    With tiles of one slot there is no padding but after the last pair: as many pairs as a chip may get at most.
+    With tiles of one slot there is padding only after the last pair, up to the most pairs that a chip may get.
     """
 
     source: Int32[Array, "S"]  # index of its pair; out of bounds in padding
@@ -157,17 +157,17 @@ class _Slots(NamedTuple):
     expert: Int32[Array, "S"]
     sizes: Int32[Array, "E"]  # slots of each expert
     tile: int  # R
-    share: int  # pairs of this chip, if all experts have as much to do
+    share: int  # pairs of this chip, if all experts are equally loaded
 
     @classmethod
     def of(cls, expert: Int32[Array, "P"], experts: int, most: int, parts: int) -> "_Slots":
-        """Sorts pairs by their expert, E where it is none of this chip's; at most `most`, with experts in `parts`."""
+        """Sorts pairs by expert, E for those of other chips; at most `most` pairs, with experts split into `parts`."""
         share = len(expert) // parts
         tile = _tile(share / experts)
         total = min(most, most // tile + experts) * tile if tile > 1 else most
         counts = jnp.sum(expert[None] == jnp.arange(experts)[:, None], axis=1, dtype=jnp.int32)
         sizes = -(-counts // tile) * tile
-        # Before the first pair or slot of each expert; the last is of pairs that are none of this chip's.
+        # Number of pairs or slots before each expert's first; the last entry is for pairs of other chips.
         pairs, slots = (jnp.pad(jnp.cumsum(each, dtype=jnp.int32), (1, 0)) for each in (counts, sizes))
         order = jnp.argsort(expert, stable=True).astype(jnp.int32)
         place = jnp.argsort(order).astype(jnp.int32) - pairs[expert] + slots[expert]
@@ -191,7 +191,7 @@ class _Slots(NamedTuple):
 
 
 def _tile(pairs: float) -> int:
-    """Slots of a tile: on a CPU, where XLA computes `ragged_dot` for all experts, about as many as an expert gets."""
+    """Slots of a tile: 1, except on a CPU, where XLA computes `ragged_dot` for all experts: about an expert's pairs."""
     if sharding.device_kind_here() != "cpu":
         return 1
     return 2 ** min(max(round(math.log2(max(pairs, 1))), 2), 7)
@@ -201,7 +201,7 @@ def _tile(pairs: float) -> int:
 def _tiled(x, w, expert, tiles) -> jax.Array:
     """[S, F], from x [S, D] in tiles of one expert each, w [E, D, F], expert [S/R] of a tile, and how many tiles count.
 
-    The gradient of w is summed in place, one tile after the other, which differentiating a scan would not do.
+    The gradient of w is summed in place, tile by tile, which differentiation of a scan would not do.
     """
     blocks = x.reshape(len(expert), -1, x.shape[1])
     y = jnp.zeros((*blocks.shape[:2], w.shape[2]), x.dtype)
@@ -219,7 +219,7 @@ def _tiled_backward(kept, dy):
 _tiled.defvjp(lambda *args: (_tiled(*args), args), _tiled_backward)
 
 
-# What a gather sums in its gradient is known here by index, so that both directions are gathers.
+# The gradient of a gather is a scatter-add; as the indices are known in both directions, here it is a gather, too.
 
 
 @jax.custom_vjp

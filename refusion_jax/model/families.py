@@ -1,6 +1,6 @@
-"""Families of Hugging Face models as data: what each has that others lack, and what it calls its weights.
+"""Families of Hugging Face models as data: how their layers differ, and the names of their weights.
 
-To read another family, declare it here; where it has a layer that none of these has, teach it to `Transformer`.
+To read another family, declare it here; if it has layers that none of these has, add them to `Transformer`.
 """
 
 import dataclasses
@@ -41,12 +41,12 @@ class Family:
     architecture: str  # its class in transformers
     qk_norm: str = ""  # RMSNorm of queries and keys before RoPE: "head": each head, "all": all heads together
     qkv_bias: bool = False
-    norms: tuple[str, ...] = ("attention_norm", "mlp_norm")  # RMSNorm of what they read; post_...: of what they give
+    norms: tuple[str, ...] = ("attention_norm", "mlp_norm")  # RMSNorm of block inputs; post_...: of block outputs
     norm_offset: float = 0.0  # added to the scale of every RMSNorm
     activation: Mapping[str, str] = dataclasses.field(default_factory=lambda: {"hidden_act": "silu"})  # in config.json
     scaled_embedding: bool = False  # by the root of the hidden size
-    experts: Mapping[str, str] = dataclasses.field(default_factory=dict)  # names in layers with experts, if it has some
-    router: str = "softmax"  # what makes scores of its logits; "sigmoid": and each expert has a bias in the choice
+    experts: Mapping[str, str] = dataclasses.field(default_factory=dict)  # names in layers with experts, if any
+    router: str = "softmax"  # turns logits into scores; with "sigmoid" experts also have biases in the choice
     defaults: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # of config.json
     keys: Mapping[str, str] = dataclasses.field(default_factory=dict)  # of config.json: another name -> ours
     names: Mapping[str, str] = dataclasses.field(default_factory=dict)  # where they differ from NAMES; several weights
@@ -173,7 +173,7 @@ FAMILIES = {
             "num_key_value_heads": 4,
             "tie_word_embeddings": True,
             "rope_theta": 2e6,
-            "no_rope_layers": None,  # it follows from the next one
+            "no_rope_layers": None,  # follows from the next one
             "no_rope_layer_interval": 4,
             "pad_token_id": 128004,
             "bos_token_id": 128000,
@@ -185,9 +185,9 @@ FAMILIES = {
 
 @dataclasses.dataclass(frozen=True)
 class Release:
-    """Models that the authors of a system released: those of a family under a `model_type` of their own.
+    """Models that the authors of a system released: those of a family, under their own `model_type`.
 
-    Of several with one model_type, the first counts whose `fixed` a config.json agrees with.
+    If several have one model_type, the first one counts whose `fixed` agrees with config.json.
     """
 
     model_type: str
@@ -196,4 +196,4 @@ class Release:
     names: Mapping[str, str] = dataclasses.field(default_factory=dict)  # where they differ from the family's
     defaults: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # of config.json, in our keys
     fixed: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # of config.json; other values are refused
-    ignored: tuple[str, ...] = ()  # keys of config.json that change nothing
+    ignored: tuple[str, ...] = ()  # keys of config.json without effect

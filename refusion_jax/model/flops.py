@@ -9,16 +9,16 @@ from refusion_jax.model.shape import ModelConfig
 def train_flops_per_token(c: ModelConfig, keys_seen: float) -> float:
     """FLOPs of forward and backward for one token: 3 x those of the forward pass, without recomputation (remat).
 
-    The forward pass has 2 for every weight in a matrix product (not the embedding look-up; of experts, those of the
-    token), and for attention 2 N H (scores) + 2 N H (values) for every key seen by a query; with causal attention these
-    are (T + 1) / 2 on average (`Pattern.keys_seen`).
+    The forward pass takes 2 for every weight in a matrix product (not the embedding look-up; of experts, only those of
+    the token), and for attention 2 N H (scores) + 2 N H (values) for every key that a query sees; with causal attention
+    these are (T + 1) / 2 keys on average (`Pattern.keys_seen`).
     """
     attention = 4 * c.num_hidden_layers * c.num_attention_heads * c.head_dim * keys_seen
     return 3.0 * (2 * weights_in_layers(c, c.num_experts_per_tok) + attention + 2 * c.hidden_size * c.vocab_size)
 
 
 def weights_in_layers(c: ModelConfig, experts: float) -> float:
-    """Weights in the products of all layers, with so many of their experts and the shared ones, if there are any."""
+    """Weights in the products of all layers, counting `experts` experts per layer and the shared ones, if any."""
     D, N, K, H = c.hidden_size, c.num_attention_heads, c.num_key_value_heads, c.head_dim
     attention = D * (N + 2 * K) * H + N * H * D
     dense = c.first_k_dense_replace if c.num_experts else c.num_hidden_layers
@@ -28,6 +28,6 @@ def weights_in_layers(c: ModelConfig, experts: float) -> float:
 
 
 def count_weights(c: ModelConfig) -> tuple[float, float]:
-    """(weights in products, the embedding among them, those of them that a token uses)."""
+    """(weights in products, including the embedding; how many of them a token uses)."""
     outside = c.vocab_size * c.hidden_size * (1 if c.tie_word_embeddings else 2)
     return tuple(weights_in_layers(c, n) + outside for n in (c.num_experts, c.num_experts_per_tok))

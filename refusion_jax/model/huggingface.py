@@ -1,4 +1,4 @@
-"""Hugging Face directories of the families in families.py: their weights into ours, and ours into theirs."""
+"""Hugging Face directories of the families in families.py: converts their weights to ours, and ours to theirs."""
 
 import functools
 import json
@@ -22,7 +22,7 @@ from refusion_jax.model.tensor_files import INDEX, Tensors
 from refusion_jax.model.tensor_layout import Part, layout, tensor_names
 from refusion_jax.model.transformer import Transformer
 
-SHARD_BYTES = 4 << 30  # of the shards we write
+SHARD_BYTES = 4 << 30  # size of the shards that we write
 
 
 def load_params(
@@ -31,11 +31,11 @@ def load_params(
     releases: Releases = NONE,
     listed: Callable[[list], Iterable] = iter,
 ) -> dict[str, Any]:
-    """Reads all weights, tensor by tensor, straight into (sharded) arrays: the host holds one tensor besides them.
+    """Reads all weights, tensor by tensor, straight into (sharded) arrays: the host holds one further tensor.
 
     The target has shapes, dtypes and shardings of our weights; rows that their embedding lacks become zeros. `listed`
-    is handed the list of all parts of weights, and gives one after the other. UserError as of `Tensors`, where a tensor
-    would be left over, and where a weight is infinite or not a number, in the file or in the target's dtype.
+    wraps the list of all parts of weights, such as in a progress bar. UserError as in `Tensors`, if a tensor would be
+    left over, and if a weight is infinite or not a number, in the file or in the target's dtype.
     """
     tensors, weights = _open(path, target, releases)
 
@@ -65,9 +65,9 @@ def load_params(
 def open_params(
     path: epath.Path, target: dict[str, Any], releases: Releases = NONE
 ) -> Callable[[tuple[str, ...], slice], np.ndarray]:
-    """Reads a part of one weight at a time: (its path in the tree, entries of its first axis) -> these entries.
+    """Returns a function that reads parts of weights: (path in the tree, slice of the first axis) -> these entries.
 
-    The target is anything that has the shapes of our weights; the rest is as for `load_params`, on reading, too.
+    The target is anything that has the shapes of our weights. Errors are as in `load_params`, also while reading.
     """
     tensors, weights = _open(path, target, releases)
 
@@ -90,16 +90,16 @@ def open_params(
 
 
 def _open(path: epath.Path, target: dict[str, Any], releases: Releases) -> tuple[Tensors, dict[tuple, list[Part]]]:
-    """The tensors of a directory, and the parts of each weight; none may be left over, or it would be another model."""
+    """(the tensors of a directory, the parts of each weight); UserError if a tensor is left over: another model."""
     tensors, config = Tensors(path), read_config(path, releases)
     weights = dict(layout(target, config.model_type, config.names, config.vocab_size))
     names = tensor_names(config.model_type, config.names)
     for name in sorted(tensors.names - {part.tensor for parts in weights.values() for part in parts}):
-        if name == names["lm_head"]:  # of tied weights, which some save twice
+        if name == names["lm_head"]:  # tied weights, which some save twice
             shape = (config.vocab_size, config.hidden_size)
             if np.array_equal(tensors.read(name, shape), tensors.read(names["embed_tokens"], shape)):
                 continue
-        if not name.endswith(".rotary_emb.inv_freq"):  # which follows from rope_theta
+        if not name.endswith(".rotary_emb.inv_freq"):  # follows from rope_theta
             raise UserError(f"{tensors.place_of(name)}: {name} has no place in the model that config.json describes")
     return tensors, weights
 
@@ -109,12 +109,12 @@ def _place(tensor: np.ndarray, target: jax.ShapeDtypeStruct) -> jax.Array:
     if tensor.shape != target.shape:
         tensor = np.pad(tensor, ((0, target.shape[0] - tensor.shape[0]), (0, 0)))
     placed = jax.device_put(tensor, target.sharding).astype(target.dtype)
-    return placed.block_until_ready()  # or the next tensor would be read while this one is still held
+    return placed.block_until_ready()  # otherwise the next tensor would be read while this one is still held
 
 
 @jax.jit
 def is_finite(tensor: jax.Array) -> jax.Array:
-    """Whether all values are. On a CPU a maximum misses NaNs, and all(isfinite) holds a fourth of the tensor more."""
+    """Whether all values are finite. On a CPU, max can miss NaNs, and all(isfinite) needs a quarter more memory."""
     return jnp.isfinite(jnp.sum(tensor * 0))
 
 
@@ -125,14 +125,14 @@ def _put(stacked: jax.Array, layer: jax.Array, index: tuple[int, ...]) -> jax.Ar
 
 
 def read_dtype(path: epath.Path) -> str:
-    """The dtype in which no weight of a directory is rounded: "bfloat16", or "float32" for any other."""
+    """The dtype that holds a directory's weights without rounding: "bfloat16" if all are in it, else "float32"."""
     return "bfloat16" if Tensors(path).dtype == jnp.bfloat16 else "float32"
 
 
 def save(model: Transformer, path: epath.PathLike, objective: str | None = None) -> None:
     """Writes a directory that `transformers` loads: safetensors shards, their index, and last config.json.
 
-    The model has the dtype that shall be written; `path` is empty or made; `objective` is the system that trained it.
+    The model's dtype is the one written; `path` must be empty or is created; `objective` is the system that trained it.
     """
     path = epath.Path(path)
     tensors = _their_tensors(nnx.to_pure_dict(nnx.state(model)), model.config)
@@ -149,7 +149,7 @@ def save(model: Transformer, path: epath.PathLike, objective: str | None = None)
         file = f"model-{number:05}-of-{len(shards):05}.safetensors"
         with replacing(path / file) as temporary:
             temporary.touch()
-            mode = temporary.stat().st_mode  # by the umask; safetensors would make it the user's alone
+            mode = temporary.stat().st_mode  # the umask's; safetensors would let only the user read it
             save_file({name: tensors[name][1]() for name in names}, temporary, metadata={"format": "pt"})
             temporary.chmod(mode)
         weight_map |= dict.fromkeys(names, file)
@@ -161,7 +161,7 @@ def save(model: Transformer, path: epath.PathLike, objective: str | None = None)
 
 
 def _their_tensors(params: dict[str, Any], config: ModelConfig) -> dict[str, tuple[int, Callable[[], np.ndarray]]]:
-    """Every tensor by its Hugging Face name: (bytes, what brings it to the host)."""
+    """Every tensor by its Hugging Face name: (bytes, a function that brings it to the host)."""
     found: dict[str, list[tuple[Part, jax.Array]]] = {}
     for (*stack, name), parts in layout(params, config.family, {}, config.vocab_size):
         weight = (params[stack[0]] if stack else params)[name]
@@ -174,7 +174,7 @@ def _their_tensors(params: dict[str, Any], config: ModelConfig) -> dict[str, tup
 
 
 def _on_host(parts: list[tuple[Part, jax.Array]]) -> np.ndarray:
-    """The tensor that some parts of our weights are together."""
+    """The tensor that consists of these parts of our weights."""
     parts = sorted(parts, key=lambda item: item[0].rows.start)
     rows = [part.theirs(jax.device_get(weight[part.index])) for part, weight in parts]
     return np.concatenate(rows) if len(rows) > 1 else rows[0]

@@ -1,4 +1,4 @@
-"""config.json of the Hugging Face families in families.py: the shape that it describes, and that of ours as theirs."""
+"""Converts config.json of the Hugging Face families in families.py to our ModelConfig, and ours to config.json."""
 
 import dataclasses
 import json
@@ -16,18 +16,18 @@ from refusion_jax.distributed.json_files import read_json, to_type
 from refusion_jax.model.families import FAMILIES, Release
 from refusion_jax.model.shape import OPTIONAL, ModelConfig, RareFields, to_model_config
 
-_SECTION = "refusion_jax"  # of a config.json that we write: what transformers has no words for
+_SECTION = "refusion_jax"  # of a config.json that we write: what transformers has no keys for
 _OURS = ("shifted", "block_size")  # of ModelConfig
-_ADDED = 1024  # tokens that a tokenizer may have besides those that the model has rows for
+_ADDED = 1024  # by how many tokens a tokenizer may exceed the model's rows
 _FULL, _LOCAL = "full_attention", "sliding_attention"
 _LLAMA3 = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")  # of ModelConfig
-_ROPES = {"default": (), "linear": _LLAMA3[:1], "llama3": _LLAMA3}  # rope_type: what it goes by
-# Keys of families that have layers of two kinds; in others they would say that some are of another.
+_ROPES = {"default": (), "linear": _LLAMA3[:1], "llama3": _LLAMA3}  # rope_type: its parameters
+# Keys of families that have layers of two kinds; in other families they would describe layers that we do not compute.
 _OF_KINDS = (
     *("query_pre_attn_scalar", "rope_local_base_freq", "sliding_window_pattern"),
     *("no_rope_layers", "no_rope_layer_interval"),
 )
-_IGNORED = (  # keys of config.json that change nothing, in what authors released
+_IGNORED = (  # keys of config.json without effect, in released models
     *("_name_or_path", "architectures", "auto_map", "attention_dropout", "initializer_range", "torch_dtype", "dtype"),
     *("attn_implementation", "transformers_version", "use_cache", "max_window_layers"),
 )
@@ -38,7 +38,7 @@ NONE: Releases = types.MappingProxyType({})
 
 @dataclasses.dataclass(frozen=True)
 class _Ours:
-    """What `save` says of a model in words of ours."""
+    """What `save` adds to a config.json under our own names."""
 
     objective: str | None = None
     shifted: bool = False
@@ -66,7 +66,7 @@ class Config(RareFields):
     max_position_embeddings: int = 32768
     query_pre_attn_scalar: pydantic.PositiveInt | None = None
     no_rope_layers: list[int] | None = None  # 0: a layer without RoPE
-    rotary_dim: int | None = None  # another word for partial_rotary_factor
+    rotary_dim: int | None = None  # another form of partial_rotary_factor
     rope_local_base_freq: float | None = None
     sliding_window: pydantic.PositiveInt | None = None
     sliding_window_pattern: pydantic.PositiveInt | None = None
@@ -76,15 +76,15 @@ class Config(RareFields):
     eos_token_id: int | list[int] | None = None
     mask_token_id: int | None = None
     refusion_jax: _Ours = _Ours()
-    names: Mapping[str, str] = dataclasses.field(default_factory=dict)  # of tensors, that the release has of its own
+    names: Mapping[str, str] = dataclasses.field(default_factory=dict)  # of tensors that a release names differently
 
 
-_FIELDS = frozenset(field.name for field in dataclasses.fields(Config)) - {"names"}  # which no file says
+_FIELDS = frozenset(field.name for field in dataclasses.fields(Config)) - {"names"}  # not a key of any file
 _SHARED = [field.name for field in dataclasses.fields(ModelConfig) if field.name in _FIELDS]
 
 
 def is_huggingface(path: epath.Path) -> bool:
-    """Whether a directory is meant as a Hugging Face model; a run of ours has a config.json, too."""
+    """Whether a directory is a Hugging Face model, and not one of our runs, which have a config.json, too."""
     return (path / "config.json").exists() and not (path / "model.json").exists()
 
 
@@ -94,15 +94,15 @@ def read_model_config(
     """The shape that config.json describes.
 
     Args:
-      tokenizer: of the model; rows of the embedding after its ids are padding and never predicted. Where it has more
-        ids than the embedding has rows, the result has rows for all of them (a multiple of 128, to split evenly).
-      mask_token_id: by default config.json's, else the tokenizer's; -1 in the result where nobody has one.
+      tokenizer: of the model; rows of the embedding after its ids are padding and never predicted. If it has more ids
+        than the embedding has rows, the result has rows for all of them (a multiple of 128, to split evenly).
+      mask_token_id: by default config.json's, else the tokenizer's; -1 in the result if neither has one.
       releases: as for `read_config`.
     """
     file, given = path / "config.json", read_config(path, releases)
     theta, scaling, local = _rope(file, given)
     shape = {name: getattr(given, name) for name in _SHARED}
-    if local:  # attention to all of so many tokens is attention in a window
+    if local:  # up to this length, full attention is the same as attention in a window
         if not given.sliding_window:
             raise UserError(f"{file}: sliding_window is missing, to which local layers attend")
         shape["max_position_embeddings"] = min(given.sliding_window, given.max_position_embeddings)
@@ -124,7 +124,7 @@ def read_model_config(
     ids = {"pad_token_id": given.pad_token_id, "bos_token_id": given.bos_token_id, "eos_token_id": end}
     ids = {name: -1 if token is None else token for name, token in ids.items()}
     if ids["pad_token_id"] == ids["eos_token_id"]:
-        ids["pad_token_id"] = -1  # no decoder writes padding, and each has to write EOS
+        ids["pad_token_id"] = -1  # decoders never write padding, but must write EOS
     ours = given.refusion_jax
     described = {
         "family": given.model_type,
@@ -142,15 +142,15 @@ def read_model_config(
 
 
 def read_config(path: epath.Path, releases: Releases = NONE) -> Config:
-    """config.json in the terms of the family whose layers the model has; `releases` are those of all systems.
+    """config.json, with a release's keys renamed to its family's; `releases` are those of all systems.
 
     Raises:
-      UserError: where it cannot be read, or describes something else than a family or release that we read.
+      UserError: if it cannot be read, or describes anything but a family or release that we read.
     """
     file = path / "config.json"
     given = read_json(file)
     model_type = str(given.get("model_type"))
-    released = {} if _SECTION in given else releases  # what we wrote is a model of its family
+    released = {} if _SECTION in given else releases  # what we wrote follows its family
     found = [(system, one) for system, some in released.items() for one in some if one.model_type == model_type]
     found.sort(key=lambda item: any(given.get(key) != value for key, value in item[1].fixed.items()))
     system, release = found[0] if found else (None, Release(model_type, model_type))
@@ -217,9 +217,9 @@ def _rope(file: epath.Path, given: Config) -> tuple[float, tuple[float, ...], tu
 
 
 def _one_rope(file: epath.Path, given: Config, scaling: Any, theta: float) -> tuple[float, tuple[float, ...]]:
-    """(rope_theta, rope_scaling) of some layers, from what config.json says of them and the theta that it has else.
+    """(rope_theta, rope_scaling) of some layers, from what config.json says about them; `theta` is the default.
 
-    UserError where it says anything that we do not compute.
+    UserError if it says anything that we do not compute.
     """
     said = dict(scaling) if isinstance(scaling, dict) else {"": scaling}
     kinds = {str(said.pop(key)) for key in ("rope_type", "type") if key in said} or {"default"}
@@ -238,7 +238,7 @@ def _layer_types(layers: int, every: int) -> list[str]:
 
 
 def _no_rope_interval(file: epath.Path, kinds: list[int], layers: int) -> int:
-    """Every how many-th layer is without RoPE; of more entries than layers, the first count."""
+    """n if every n-th layer is without RoPE; entries beyond the number of layers are ignored."""
     every = [*kinds, 0].index(0) + 1
     if len(kinds) < layers or any(kind != bool(layer % every) for layer, kind in enumerate(kinds[:layers], 1)):
         raise UserError(
@@ -249,11 +249,11 @@ def _no_rope_interval(file: epath.Path, kinds: list[int], layers: int) -> int:
 
 
 def describe(c: ModelConfig, dtype: str, objective: str | None = None) -> dict[str, Any]:
-    """The config.json of a model of ours; `dtype` is that of its weights, `objective` the system that trained it."""
+    """The config.json of one of our models; `dtype` is that of its weights, `objective` the system that trained it."""
     family = FAMILIES[c.family]
     token_ids = {name: getattr(c, name) for name in ("pad_token_id", "bos_token_id", "eos_token_id", "mask_token_id")}
     kind = {1: "linear", 4: "llama3"}.get(len(c.rope_scaling))
-    numbers = (*c.rope_scaling[:3], *map(int, c.rope_scaling[3:]))  # transformers wants the length to be whole
+    numbers = (*c.rope_scaling[:3], *map(int, c.rope_scaling[3:]))  # transformers requires an integer length
     scaling = {"rope_type": kind, **dict(zip(_LLAMA3, numbers, strict=False))} if kind else None
     local = {}
     if "rope_local_base_freq" in family.defaults:

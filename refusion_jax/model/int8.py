@@ -1,12 +1,12 @@
-"""Arrays in int8 and int4, for decoding, which is bound by memory: half the bytes of bfloat16, a quarter of float32.
+"""Arrays in int8 and int4, for decoding, which is memory-bound: half the bytes of bfloat16, a quarter of float32.
 
 Rounding is symmetric, with the largest magnitude as the scale (as in LLM.int8(), arXiv 2208.07339, for vectors).
 Weights have a scale for every output channel, keys and values for every token and head. A scale is constant along the
 axes that a product sums over, so int8 values enter the product converted to the dtype of computation, and the result is
 multiplied by the scale. A converted copy is never stored.
 
-Libraries that quantize models, such as qwix, replace products with weights that are parameters of their own module;
-ours are stacked over layers and sliced by a scan.
+Libraries such as qwix quantize products whose weight is a parameter of the same module; our weights are stacked over
+layers and sliced by a scan.
 """
 
 import functools
@@ -41,9 +41,9 @@ class Int8Array:
 
 @struct.dataclass
 class Int4Array(Int8Array):
-    """Integers of -7 to 7, with a scale for every group along one axis: an error of a seventh of its largest, halved.
+    """Integers from -7 to 7, with a scale per group along one axis: errors are up to 1/14 of a group's largest value.
 
-    Two integers lie in a byte: one of the first half of the axis, and the one as far into the second half.
+    A byte holds two integers, from the same index in the first and the second half of the axis.
     """
 
     values: UInt8[Array | jax.ShapeDtypeStruct, "..."]
@@ -52,7 +52,7 @@ class Int4Array(Int8Array):
 
     @classmethod
     def of(cls, x: Float[Array, "..."], axes: Sequence[int]) -> "Int4Array":
-        """Rounds x along the last of these axes, whose size is even, in groups of 32 where that divides it."""
+        """Rounds x along the last of these axes, whose size is even, in groups of 32 if that divides the size."""
         axis, size = axes[-1] % x.ndim - x.ndim, x.shape[axes[-1]]
         x = jnp.moveaxis(x, axis, -1).astype(jnp.float32)
         groups = x.reshape(*x.shape[:-1], -1, _GROUP if size % _GROUP == 0 else size)
@@ -70,7 +70,7 @@ class Int4Array(Int8Array):
 
 def factors(x: "Array | Int8Array", dtype: jnp.dtype) -> tuple[Array, Float32[Array, "..."] | None]:
     """(operand of a product, factor of its result): for an array without a scale, (itself, None)."""
-    if isinstance(x, Int4Array):  # whose scales differ along the axes that are summed over
+    if isinstance(x, Int4Array):  # its scales differ along the axes that are summed over
         return x.widened(dtype), None
     return (x.values.astype(dtype), x.scale) if isinstance(x, Int8Array) else (x, None)
 
@@ -87,7 +87,7 @@ def in_dtype(weights: Any, dtype: jnp.dtype) -> Any:
 
 
 def stored_like(x: Float[Array, "B T K H"], cached: "Array | Int8Array") -> "Array | Int8Array":
-    """Keys or values in the format of a cache."""
+    """Keys or values in the format of a cache: rounded if the cache is."""
     return type(cached).of(x, [-1]) if is_int8(cached) else x
 
 
@@ -101,6 +101,6 @@ def round_to(dtype: jnp.dtype, x: Float[Array, "..."], axes: tuple[int, ...]) ->
     """(values, scale) of x in int8 or an eight-bit float: the largest magnitude along the axes becomes its largest."""
     largest = _LARGEST if dtype == jnp.int8 else float(jnp.finfo(dtype).max)
     x = x.astype(jnp.float32)
-    # Never 0, so that zeros remain zeros: a CPU takes numbers below `tiny` for 0.
+    # Never 0, so that zeros remain zeros: a CPU flushes numbers below `tiny` to 0.
     scale = jnp.maximum(jnp.max(jnp.abs(x), axis=axes, keepdims=True) / largest, jnp.finfo(jnp.float32).tiny)
     return (jnp.round(x / scale) if dtype == jnp.int8 else x / scale).astype(dtype), scale

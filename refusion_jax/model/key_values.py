@@ -22,15 +22,15 @@ _KEY_COUNTS, _LEAST_KEYS = 3, 32
 # Up to so many rows of a chip XLA keeps the scores on the chip: a forward pass of 8B on eight v5e moves 1.04 times its
 # weights and cache (by the kernel 1.06), with 32 rows 4.07 times (1.16).
 _ROWS_OF_XLA = 8
-_MOST_NEW = 512  # tokens of a row for the kernel: their mask, and their scores, must fit into vector memory
+_MOST_NEW = 512  # most tokens of a row for the kernel: their mask and scores must fit into vector memory
 
 
 @struct.dataclass
 class KeyValues:
     """Keys and values of some tokens in all layers (inside the layer scan: in one, without the first axis).
 
-    A forward pass gives those of its tokens, [L, B, T, K, H]. A cache holds them as attention multiplies them,
-    [L, B, K, S, H]: decoding 48 rows with four heads is 7 to 11 % faster on a CPU than from the other order.
+    A forward pass returns those of its tokens, [L, B, T, K, H]. A cache holds them in the order in which attention
+    multiplies them, [L, B, K, S, H]: decoding 48 rows with four heads is 7 to 11 % faster on a CPU than from the other.
     """
 
     keys: Float[Array, "*L B _ _ H"] | Int8Array
@@ -38,7 +38,7 @@ class KeyValues:
 
     @classmethod
     def empty(cls, c: ModelConfig, dtype: jnp.dtype, rows: int, capacity: int) -> "KeyValues":
-        """Entries of a cache that mean nothing yet, [L, B, K, C, H], with room for C tokens of every row."""
+        """Empty cache entries, [L, B, K, C, H], with room for C tokens of every row."""
         shape = (c.num_hidden_layers, rows, c.num_key_value_heads, capacity, c.head_dim)
         zeros = jnp.zeros(shape, dtype)
         if dtype in (jnp.int8, jnp.int4):
@@ -52,8 +52,8 @@ def attend_over(
 ) -> Callable:
     """Attention of the new tokens of one layer: (q, k, v, layer) -> (heads, the new keys and values as kept).
 
-    q, k, v and what is returned are packed. `before` is the place of layer 0 in the cache: negative, where the cache
-    begins with a later one. The other arguments are those of `Transformer.extend_hidden`.
+    q, k, v and the results are packed. `before` is the place of layer 0 in the cache; it is negative if the cache
+    begins with a later layer. The other arguments are those of `Transformer.extend_hidden`.
     """
     if not is_for_kernel(cached.keys, ragged.width):
         return _by_parts(cached, length, visible, ragged, before)
@@ -69,7 +69,7 @@ def attend_over(
 
 
 def is_for_kernel(cached: Array, tokens: int) -> bool:
-    """Whether cache_kernel.py is for this device, these keys, [L, B, K, S, H], and so many new tokens of a row."""
+    """Whether to use cache_kernel.py, given this device, cached keys [L, B, K, S, H], and new tokens per row."""
     if not sharding.device_kind_here().startswith("TPU") or is_int8(cached):
         return False
     rows = cached.shape[1] // sharding.shard_count_here("batch")
@@ -77,7 +77,7 @@ def is_for_kernel(cached: Array, tokens: int) -> bool:
 
 
 def _by_parts(cached, length, visible, ragged, before: int) -> Callable:
-    """Attention by XLA, over the least part of the cache that holds all rows."""
+    """Attention by XLA, over the smallest part of the cache that holds all rows."""
     sizes = key_counts(cached.keys.shape[3])
     enough = jnp.sum(jnp.max(length) > jnp.array(sizes[:-1], jnp.int32))  # index of the least that holds all rows
     is_cached = ragged.rows_of_tiles(jnp.arange(sizes[-1])[None] < length[:, None])  # [tiles, S]
@@ -89,12 +89,12 @@ def _by_parts(cached, length, visible, ragged, before: int) -> Callable:
 
         def over(size):
             def take(x):
-                # One slice with the size: a slice of the whole layer's entries would be read from memory first.
+                # One slice for layer and size: a slice of the whole layer's entries would be read from memory first.
                 x = jax.lax.dynamic_slice(x, (layer + before, 0, 0, 0, 0), (1, *x.shape[1:3], size, x.shape[4]))[0]
                 return ragged.rows_of_tiles(x)  # [tiles, K, size, H]
 
             def run():
-                # The layer is chosen here: handed into a branch, its part of the cache would be a copy.
+                # The layer is selected here, because passing its part of the cache into a branch would copy it.
                 old = jax.tree.map(take, cached)
                 return cached_attention(q, seen.keys, seen.values, visible, old.keys, old.values, is_cached[:, :size])
 
@@ -107,5 +107,5 @@ def _by_parts(cached, length, visible, ragged, before: int) -> Callable:
 
 
 def key_counts(capacity: int) -> list[int]:
-    """Of so many cached entries attention reads one of these numbers, rising: the least that holds all that count."""
+    """The numbers of cached entries that attention may read, ascending; it reads the least that holds all rows."""
     return sorted({max(capacity >> i, min(_LEAST_KEYS, capacity)) for i in range(_KEY_COUNTS)})

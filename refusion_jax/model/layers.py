@@ -51,8 +51,8 @@ def linear(x: Float[Array, "..."], w: Float[Array, "..."] | Int8Array, inputs: i
 def _row_by_row(x: Float[Array, "..."]) -> Float[Array, "..."]:
     """Identity; on TPUs it forces a token-major layout in memory where gradients are computed from it.
 
-    For the gradient of a weight XLA would have the tokens innermost, and copy there what was kept: 4 % of the time of a
-    step of 8B on v6e:8x8, as compiled. Where rows or heads are split, too, steps of a small model count 2 to 6 % more.
+    For the gradient of a weight XLA would put tokens innermost, and copy what was kept to that layout: 4 % of the time
+    of a step of 8B on v6e:8x8, as compiled. If rows or heads are split, too, steps of a small model take 2 to 6 % more.
     """
     return x
 
@@ -75,9 +75,9 @@ def linear_outputs_first(
 ) -> Float[Array, "..."]:
     """Contracts the last `inputs` axes of x [tokens, in] with the last ones of w [out, in]: [tokens, out].
 
-    XLA for CPUs reads w once for one token. With a few more the operands are swapped, as then products take half to 0.9
-    of the time (2 virtual AMD EPYC cores); the barrier keeps it from swapping them back. With 256 they would take 1.1
-    times as long.
+    For one token XLA for CPUs reads w once. For a few more the operands are swapped, because then products take half to
+    0.9 of the time (2 virtual AMD EPYC cores); the barrier keeps XLA from swapping them back. With 256 tokens, swapped
+    products would take 1.1 times as long.
     """
     w, scale = factors(w, x.dtype)
     outputs, size = w.shape[:-inputs], math.prod(w.shape[-inputs:])
@@ -89,7 +89,7 @@ def linear_outputs_first(
 
 
 def scattered_along_embed(w: Float[Array, "N H D"] | Int8Array) -> Float[Array, "N H D"] | Int8Array:
-    """The same weight, so constrained that a mesh reduce-scatters its gradient along the last axis.
+    """The same weight, constrained so that a mesh reduce-scatters its gradient along the last axis.
 
     XLA for TPUs scatters along the first axis only; for the last of three axes it would all-reduce the whole gradient.
     Rounded weights have no gradient and are left unchanged.
@@ -108,8 +108,8 @@ def rope_rotation(positions: Int32[Array, "B T"], size: int, theta: float, scali
       size, theta: R, the part of a head that is rotated, and the base of the frequencies.
       scaling: none; (factor,), by which all frequencies are divided; or Llama 3's (factor, low_freq_factor,
         high_freq_factor, original_max_position_embeddings): a frequency that turns less than low_freq_factor times in
-        the original length is divided by the factor, one that turns more than high_freq_factor times stays, and between
-        there is a linear passage.
+        the original length is divided by the factor, one that turns more than high_freq_factor times stays, with a
+        linear transition in between.
     """
     frequencies = theta ** (-jnp.arange(0, size, 2, dtype=jnp.float32) / size)
     if len(scaling) == 1:
@@ -126,7 +126,7 @@ def rope_rotation(positions: Int32[Array, "B T"], size: int, theta: float, scali
 def rotate(x: Float[Array, "B T N H"], rotation: Rotation) -> Float[Array, "B T N H"]:
     """Rotates the pairs (i, i + R/2) among the first R of each head (half-split, as Qwen3 does); computed in float32.
 
-    Its gradient rotates back, by this very function: autodiff would carry float32 through the copies between layouts.
+    Its gradient rotates back by the same function: autodiff would carry float32 through the copies between layouts.
     """
     cos, sin = rotation  # [B, T, 1, R / 2]
     rest = [(0, 0)] * 3 + [(0, x.shape[-1] - 2 * cos.shape[-1])]
@@ -138,8 +138,8 @@ def rotate(x: Float[Array, "B T N H"], rotation: Rotation) -> Float[Array, "B T 
 def _swapped(x: Float[Array, "B T N H"], half: int) -> Float[Array, "B T N H"]:
     """The other value of each pair.
 
-    On TPUs, where parts of a head lie across lanes and are copied to be joined, as a product with a permutation, which
-    is exact: 2 to 4 % of a step of 8B on v6e, v5p and v5e, as compiled.
+    On TPUs by an exact product with a permutation, since concatenating parts of a head, which lie across lanes, copies
+    them: that saves 2 to 4 % of a step of 8B on v6e, v5p and v5e, as compiled.
     """
     if device_kind_here().startswith("TPU"):
         order = np.r_[half : 2 * half, :half, 2 * half : x.shape[-1]]

@@ -1,4 +1,4 @@
-"""Low-rank adapters (LoRA, arXiv 2106.09685): x W becomes x W + alpha / rank (x A) B, and A and B are trained alone.
+"""Low-rank adapters (LoRA, arXiv 2106.09685): x W becomes x W + alpha / rank (x A) B, and only A and B are trained.
 
 They are weights of the layers, `NAME_a` and `NAME_b` next to `NAME`, split over a mesh as their weight is.
 
@@ -36,7 +36,7 @@ class Lora:
         return [name for name in INPUTS if re.fullmatch(self.targets, name)]
 
     def split(self, tree: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-        """(what is trained: adapters, and what `full` names; what is frozen) of a tree by names of weights."""
+        """Splits a tree by names of weights: (trained: adapters, and what `full` names; frozen)."""
         trained, frozen = {}, {}
         for name, value in tree.items():
             if isinstance(value, dict):
@@ -62,7 +62,7 @@ class Lora:
         return params | {"layers": layers}
 
     def targets_like(self, target: dict[str, Any]) -> dict[str, Any]:
-        """Shapes and shardings of what is trained, float32, from those of all weights without adapters."""
+        """Shapes and shardings of the trained weights, in float32, from those of all weights without adapters."""
         found = self.split(target)[0]
         for name in self.names:
             w = target["layers"][name]
@@ -75,7 +75,7 @@ class Lora:
 
 
 def pair_of(name: str, of_weight: Sequence[Any], of_rank: Any) -> tuple[tuple, tuple]:
-    """What A and B have along each axis (sizes, say) by what their weight has, and by what the axis R is to have."""
+    """The values of A and B along each axis, such as sizes, given those of their weight and the value of axis R."""
     inputs = 1 + INPUTS[name]
     return (*of_weight[:inputs], of_rank), (of_weight[0], of_rank, *of_weight[inputs:])
 
@@ -88,7 +88,7 @@ def read_lora(section: Mapping[str, Any]) -> Lora | None:
 def add_adapters(layers: nnx.Module, lora: Lora, rngs: nnx.Rngs) -> None:
     """Gives the layers of a transformer adapters that change nothing yet: A is drawn, B is 0.
 
-    SettingError where one would be an adapter of experts, or other layers would come before these.
+    SettingError if one would be an adapter of experts, or if other layers come before these.
     """
     if layers.first:
         why = f"first_k_dense_replace={layers.first}: models whose first layers have no experts take no adapters"
@@ -106,6 +106,6 @@ def add_adapters(layers: nnx.Module, lora: Lora, rngs: nnx.Rngs) -> None:
 
 
 def combine(first: dict[str, Any], second: dict[str, Any]) -> dict[str, Any]:
-    """The union of two trees by names; of what both have, the first's."""
+    """The union of two trees by names; where both have an entry, the first one's."""
     both = {k: combine(first[k], second[k]) for k in first.keys() & second.keys() if isinstance(first[k], dict)}
     return second | first | both

@@ -1,9 +1,9 @@
-"""Models as one CPU decodes them fastest: each layer has arrays of its own, and its weights are transposed.
+"""The layout in which one CPU decodes models fastest: each layer has its own arrays, and its weights are transposed.
 
-XLA for CPUs copies what it takes out of a stack of layers: a weight is read twice and written once before it counts. A
-layer's own weights [out, in] are read once for one token, and products of 2 to 16 are up to 1.9 times as fast as with
-[in, out]. In return a program has every layer, and takes longer to compile. Weights in int8 are read once for one token
-where they are transposed in their stack, and taken apart are slower (benchmarks/results/one_core.md).
+XLA for CPUs copies what it takes out of a stack of layers: a weight is read twice and written once before it is used.
+Separate weights [out, in] of a layer are read once for one token, and products of 2 to 16 tokens are up to 1.9 times as
+fast as with [in, out]. In return a program contains every layer, and takes longer to compile. Weights in int8 are read
+once for one token if they are transposed in their stack, and are slower if separate (benchmarks/results/one_core.md).
 """
 
 import operator
@@ -16,15 +16,15 @@ from refusion_jax.model.int8 import Int4Array, Int8Array, is_int8
 from refusion_jax.model.stack import Layers
 from refusion_jax.model.transformer import Transformer
 
-# Bytes of all weights. Fewer remain in the CPU's caches; of more, there might be no room for the copies.
+# Bytes of all weights. Fewer stay in the CPU's caches; for more, there might be no room for the copies.
 _LEAST, _MOST = 16 << 20, 4 << 30
 _twins: weakref.WeakKeyDictionary[Transformer, tuple[list[jax.Array], bool, Transformer]] = weakref.WeakKeyDictionary()
 
 
 def for_one_cpu(model: Transformer, rounded: str = "same") -> Transformer:
-    """The same model as one CPU decodes it fastest, kept for the next call while the model lives; others as they are.
+    """The model in this layout if one CPU decodes it, kept for the next call while the model lives; else the model.
 
-    Its weights will then be `rounded` to "same", "int8" or "int4" (`Transformer.rounded`).
+    Its weights will afterwards be `rounded` to "same", "int8" or "int4" (`Transformer.rounded`).
     """
     state = nnx.state(model)
     weights = jax.tree.leaves(state)

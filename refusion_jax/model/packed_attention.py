@@ -1,7 +1,7 @@
-"""Attention over packed rows, by the kernel that suits the device and what is visible.
+"""Attention over packed rows, by the kernel that suits the device and the visibility.
 
-splash   TPU: the Pallas kernel of JAX (splash.py), where visibility follows a static pattern; skips the tiles that
-         nobody sees, by the pattern and by the documents of the batch
+splash   TPU: the Pallas kernel of JAX (splash.py), where visibility follows a static pattern; skips the tiles in
+         which no query sees a key, by the pattern and by the documents of the batch
 triton   GPU: the flash attention of JAX in Pallas, for causal and bidirectional patterns; no [T, T] array,
          forward or backward
 xla      everything else, in blocks of queries: [T, T] scores are never held for a whole row
@@ -21,11 +21,11 @@ from refusion_jax.batch.visibility import BIDIRECTIONAL, CAUSAL, Visibility
 from refusion_jax.distributed import sharding
 from refusion_jax.model.attention import attention
 
-# Queries go to XLA in blocks that see only the keys that their pattern lets any of them see. Causal rows of 512 tokens
-# so take 53 ms forward and backward on two cores instead of 90. Blocks of 64 take 46, but compile in twice the time.
+# XLA computes blocks of queries with only those keys that their pattern lets any of them see. So causal rows of 512
+# tokens take 53 ms forward and backward on two cores instead of 90. Blocks of 64 take 46, but twice as long to compile.
 _QUERIES, _MOST_BLOCKS = 128, 8
 
-_TILE = 128  # the least side of the tiles that splash works on, and that of triton's
+_TILE = 128  # the least side of the tiles that splash works on, and the side of triton's
 _HEAD_DIMS = (16, 32, 64, 128)  # that triton takes
 # Sides of the tiles of its backward pass. On an H200, 8 rows of 2,048 tokens with 16 heads of 128: 2.2 ms forward and
 # backward with 128, 2.8 with 64, 4.5 with 32 (JAX's default), which fits into the shared memory of any GPU.
@@ -34,9 +34,9 @@ _SMALLEST_BACKWARD_TILE = 32
 
 
 def backend_for(platform: str, length: int, head_dim: int, dtype: str) -> str:
-    """The kernel for a platform ("tpu", "gpu", "cpu"), where it can do these sizes; "xla" otherwise.
+    """The kernel for a platform ("tpu", "gpu", "cpu") if it supports these sizes; "xla" otherwise.
 
-    `length` is that of the part of a row that a chip has.
+    `length` is that of the part of a row on one chip.
     """
     if length % _TILE:
         return "xla"
@@ -54,9 +54,9 @@ def packed_attention(
     visibility: Visibility,
     backend: str,
 ) -> Float[Array, "B T N H"]:
-    """Attention of every token to the tokens that it sees; arrays are float32 or bfloat16, as is what is returned.
+    """Attention of every token to the tokens that it sees; arrays and result are float32 or bfloat16.
 
-    Of the backends splash serves patterns alone, triton two of them, and what they do not goes to xla.
+    Of the backends, splash supports only patterns, and triton only two of them; everything else goes to xla.
     """
     if backend == "splash" and visibility.pattern:
         from refusion_jax.model import splash  # Pallas: 0.1 s that other devices need not wait for
@@ -87,8 +87,8 @@ def triton_attention(
 ) -> Float[Array, "B T N H"]:
     """`packed_attention` by the Triton kernel, on every chip's own rows and heads.
 
-    cuDNN has packed rows as well, but for a number of documents a row that is compiled in and that its residuals grow
-    with, on Hopper and later alone; and what JAX 0.10 makes of its offsets is wrong where key heads are fewer.
+    cuDNN supports packed rows as well, but for a compiled number of documents per row with which its residuals grow,
+    and only on Hopper and later; and JAX 0.10 computes wrong offsets for it if there are fewer key heads.
 
     The pattern is causal or bidirectional, and T a multiple of 128. `backward_tile` is the side of tiles of the
     backward pass; None: the fastest one known for the GPU at hand. `interpret` emulates the kernel, for tests.
@@ -103,7 +103,7 @@ def triton_attention(
     tiles = kernel.BlockSizes(_TILE, _TILE, tile, tile, tile, tile)
 
     def local(q, k, v, segments):
-        k, v = (jnp.repeat(x, groups, axis=2) for x in (k, v))  # the kernel knows no groups of heads
+        k, v = (jnp.repeat(x, groups, axis=2) for x in (k, v))  # the kernel does not support groups of heads
         return kernel.mha(q, k, v, segments, q.shape[-1] ** -0.5, is_causal, tiles, interpret=interpret)
 
     heads, kv_heads = (sharding.spec("batch", None, axis, None) for axis in ("heads", "kv_heads"))

@@ -1,4 +1,4 @@
-"""Low-rank adapters as the package `peft` keeps them: adapter_config.json and adapter_model.safetensors.
+"""Low-rank adapters in the format of the package `peft`: adapter_config.json and adapter_model.safetensors.
 
 Their lora_A is [rank, in] and lora_B [out, rank], one of each per layer; ours are [*in, rank] and [rank, *out], of all
 layers stacked.
@@ -21,7 +21,7 @@ from refusion_jax.model.lora import INPUTS, Lora, pair_of
 from refusion_jax.model.tensor_files import Tensors
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
-_OF_NO_EFFECT = frozenset(  # on the adapters that there are
+_OF_NO_EFFECT = frozenset(  # on the adapters in the file
     "auto_mapping eva_config exclude_modules fan_in_fan_out inference_mode layers_pattern layers_to_transform "
     "lora_dropout megatron_core peft_version qalora_group_size revision runtime_config target_modules task_type".split()
 )
@@ -43,7 +43,7 @@ class _Config(pydantic.BaseModel):
     @pydantic.model_validator(mode="before")
     @classmethod
     def _nothing_else_is_asked_for(cls, given: Any) -> Any:
-        """Further fields change nothing, or are as empty as `peft` writes them where they are not used."""
+        """Requires that further fields have no effect, or are empty, as `peft` writes unused ones."""
         for name, value in given.items() if isinstance(given, dict) else ():
             if value and name not in _OF_NO_EFFECT and name not in cls.model_fields:
                 raise ValueError(f"{name[:60]}={json.dumps(value)[:60]} is not supported")
@@ -56,7 +56,7 @@ def is_peft(path: epath.Path) -> bool:
 
 
 def base_of(path: epath.Path) -> epath.Path:
-    """The directory of the model that adapters adapt; UserError where the file cannot be read or names none here."""
+    """The directory of the model that adapters adapt; UserError if the file cannot be read or names none here."""
     base = epath.Path(_read_config(path).base_model_name_or_path)
     if not base.is_dir():
         raise UserError(f"{path / CONFIG}: base_model_name_or_path={base} is no directory here: write its path there")
@@ -67,7 +67,7 @@ def load(path: epath.Path, target: dict[str, Any]) -> tuple[Lora, dict[str, Any]
     """The adapters in a directory, in host memory; `target` has the shapes of the weights of the model.
 
     Raises:
-      UserError: where a file cannot be read, or a tensor has no place in the model.
+      UserError: if a file cannot be read, or a tensor has no place in the model.
     """
     config, tensors, layers, known = _read_config(path), Tensors(path, WEIGHTS), {}, set()
     depth = range(target["layers"]["q_proj"].shape[0])
@@ -86,17 +86,17 @@ def load(path: epath.Path, target: dict[str, Any]) -> tuple[Lora, dict[str, Any]
 
 
 def find_objective(path: epath.Path) -> str | None:
-    """The system that trained the adapters in a directory, where `write` has said so: see there."""
+    """The system that trained the adapters in a directory, if `write` has recorded it: see there."""
     return Tensors(path, WEIGHTS).metadata.get("objective")
 
 
 def write(path: epath.Path, lora: Lora, adapters: dict[str, Any], base: epath.Path, objective: str) -> None:
     """Writes a directory that `peft` loads, with what was trained, by names of weights, and the path of its base.
 
-    The system that trained them stands where `peft` does not look: it warns of keys that it does not know.
+    The system that trained them is recorded where `peft` does not look, because it warns of unknown keys.
 
     Raises:
-      UserError: where other weights were trained, too.
+      UserError: if other weights were trained, too.
     """
     if others := lora.without_adapters(adapters)["layers"].keys() | (adapters.keys() - {"layers"}):
         raise UserError(f"--format=peft holds adapters alone, and {min(others)} was trained, too: use huggingface")

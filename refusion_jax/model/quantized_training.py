@@ -3,7 +3,7 @@
 TPUs of v5e, v5p and v6e are faster in int8, TPU7x and NVIDIA's chips since Hopper in fp8 (E4M3).
 
 SwitchBack (arXiv 2304.13013, section 2.2): y = x W and the gradient of x are products of rounded arrays; the gradient
-of W, a sum over all tokens, is computed from what was not rounded. x and the gradient of y have a scale for every
+of W, a sum over all tokens, is computed from unrounded arrays. x and the gradient of y have a scale for every
 token, W has one for every output; for the gradient of x, a sum over outputs, it is multiplied into the gradient of y
 before that is rounded. The gradient of rounding is taken to be that of the identity.
 
@@ -27,8 +27,8 @@ def quantized_linear(
 ) -> Float[Array, "..."]:
     """`layers.linear` with a rounded weight: contracts the last `inputs` axes of x with the first ones of `rounded`.
 
-    That is (values, scale) of `round_to`, with one scale for each output; w, the same weight in x's dtype, gets the
-    gradient, and is not read.
+    `rounded` is (values, scale) from `round_to`, with one scale for each output; w, the same weight in x's dtype, gets
+    the gradient, and is not read.
     """
     size = math.prod(w.shape[:inputs])
     values, scale = rounded[0].reshape(size, -1), rounded[1].reshape(1, -1)
@@ -51,7 +51,7 @@ _product.defvjp(lambda x, w, values, scale: (_product(x, w, values, scale), (x, 
 
 
 def _rounded_product(x: Float[Array, "n _"], values: Array, axis: int) -> Float32[Array, "n _"]:
-    """x, rounded token by token as `values` are, times these, whose `axis` is contracted.
+    """x, rounded token by token to the dtype of `values`, times `values`, whose `axis` is contracted.
 
     The sum of integers is exact in int32. CPUs, for whose narrow products XLA has no fast code, take float32: that is
     exact up to 1,040 terms.

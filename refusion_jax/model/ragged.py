@@ -2,7 +2,7 @@
 
 A batch whose rows have 5, 90 and 20 tokens of at most 128 needs 115 tokens in every matrix product, not 384. The tokens
 of each row are cut into tiles, and the tiles of all rows are packed. A tile attends to the keys of its own row, so that
-attention also costs only what the rows need (32 rows of at most 64 tokens, 288 keys: 26 ms a layer on a CPU, and 1 ms
+attention also costs only what the rows need (32 rows of at most 64 tokens, 288 keys: 26 ms per layer on a CPU, and 1 ms
 as 48 tiles of 8). A row without tokens has no tiles and costs nothing. Where rows are split over devices, each shard is
 packed separately, so that nothing moves between devices.
 
@@ -32,7 +32,7 @@ class Ragged:
 
     @classmethod
     def whole(cls, rows: int, width: int) -> "Ragged":
-        """No packing: every row is one tile and one shard, [B, T]."""
+        """Without packing: every row is one tile and one shard, [B, T]."""
         return cls(rows, width, rows, width, jnp.full((rows,), width, jnp.int32))
 
     @classmethod

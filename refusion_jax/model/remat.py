@@ -1,6 +1,6 @@
-"""What the backward pass finds in memory instead of computing it again: activation checkpointing, by policy.
+"""Activation checkpointing, by policy: what is kept for the backward pass instead of being computed again.
 
-Values are named (`checkpoint_name`) where the transformer computes them; a policy says which of the named ones stay.
+Values are named (`checkpoint_name`) where the transformer computes them; a policy says which named values to keep.
 """
 
 from collections.abc import Callable
@@ -11,7 +11,7 @@ INPUT, ATTENTION = "layer_input", "attention"  # of a layer
 PROJECTION, GATE, UP = "projection", "gate", "up"  # products: those of attention with weights; the two wide ones
 EXPERT, GATHERED = "expert", "gathered"  # the same products of experts, and their weights from all chips
 
-# From the most memory to the least; None: everything stays.
+# From the most memory to the least; None: everything is kept.
 REMAT_POLICIES: dict[str, Callable | None] = {
     "none": None,
     "products": jax.checkpoint_policies.save_only_these_names(ATTENTION, PROJECTION, GATE, UP, EXPERT),

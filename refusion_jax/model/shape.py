@@ -13,26 +13,26 @@ from refusion_jax.model.families import FAMILIES
 
 _Positive = Annotated[float, Field(gt=0, le=1e12)]
 
-# In these a model and one that reads its hidden states agree: both keep keys and values in one cache.
+# A model and one that reads its hidden states must agree in these, as they share one cache of keys and values.
 READ_ALIKE = ("hidden_size", "num_key_value_heads", "head_dim")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RareFields:
-    """What few families have, under Hugging Face's names."""
+    """Parameters of the shape that only few families have, under Hugging Face's names."""
 
-    num_experts: int = 0  # of a layer, in place of an MLP of intermediate_size; 0 in dense families
+    num_experts: int = 0  # per layer, in place of an MLP of intermediate_size; 0 in dense families
     num_experts_per_tok: int = 0
     moe_intermediate_size: int = 0  # of an expert
     norm_topk_prob: bool = True  # whether the weights of a token's experts sum to 1
     router_aux_loss_coef: float = 0.001  # of the loss that balances them
     first_k_dense_replace: int = 0  # layers before the first with experts
-    num_shared_experts: int = 0  # as many more experts' width, in one MLP that every token goes through
-    n_group: int = 1  # of the experts, of which a token may choose from topk_group
+    num_shared_experts: int = 0  # an MLP as wide as this many experts, through which every token goes
+    n_group: int = 1  # groups of experts; a token chooses from topk_group of them
     topk_group: int = 1
     routed_scaling_factor: float = 1.0  # of the weights of a token's experts
     partial_rotary_factor: float = 1.0  # the part of a head that RoPE rotates
-    no_rope_layer_interval: int = 0  # every so many-th layer is without RoPE; 0: none
+    no_rope_layer_interval: int = 0  # every n-th layer is without RoPE; 0: none
 
 
 # Keys of config.json, and of `ModelConfig`, that only families with a default for them have.
@@ -54,13 +54,13 @@ class ModelConfig(RareFields):
     rms_norm_eps: Annotated[float, Field(gt=0, le=1)]
     tie_word_embeddings: bool
     max_position_embeddings: Annotated[int, Field(ge=1, le=2**28)]  # positions the model was trained on
-    num_tokens: Annotated[int, Field(ge=1, le=2**24)]  # ids that mean something; the rows after them are padding
+    num_tokens: Annotated[int, Field(ge=1, le=2**24)]  # ids in use; the rows after them are padding
     pad_token_id: int
     bos_token_id: int
     eos_token_id: int
     mask_token_id: int
     shifted: bool = False  # trained to read a masked token from the logits at the token before it
-    block_size: Annotated[int, Field(ge=0, le=2**20)] = 0  # tokens denoised together in training, where that is known
+    block_size: Annotated[int, Field(ge=0, le=2**20)] = 0  # tokens denoised together in training, if known
     family: str = "qwen3"  # one of `families.FAMILIES`
     rope_scaling: tuple[_Positive, ...] = ()  # see `layers.rope_rotation`
     local_rope: tuple[_Positive, ...] = ()  # of Gemma 3: (rope_theta of local layers, every n-th layer is global)
@@ -80,7 +80,7 @@ def to_model_config(path: epath.PathLike, content: dict[str, Any]) -> ModelConfi
 
 
 def family_fault(c: ModelConfig | ml_collections.ConfigDict) -> str | None:
-    """What is wrong with the family, or with parts of a model that few families have, such as experts."""
+    """What is wrong with the family, or with parts that few families have, such as experts; None: nothing."""
     if c.family not in FAMILIES:
         return f"family={c.family[:60]} must be one of {', '.join(FAMILIES)}"
     family = FAMILIES[c.family]
@@ -93,7 +93,7 @@ def family_fault(c: ModelConfig | ml_collections.ConfigDict) -> str | None:
     E, groups = c.num_experts, c.n_group
     for name, least, most in (
         ("num_experts", 1, 2**14),
-        ("num_experts_per_tok", 1 if family.router == "softmax" else 2, E),  # the sigmoid of one would be normalized
+        ("num_experts_per_tok", 1 if family.router == "softmax" else 2, E),  # one's sigmoid would be normalized to 1
         ("moe_intermediate_size", 1, 2**22),
         ("router_aux_loss_coef", 0, 10**6),
         ("first_k_dense_replace", 0, c.num_hidden_layers - 1),
@@ -119,7 +119,7 @@ def family_fault(c: ModelConfig | ml_collections.ConfigDict) -> str | None:
 
 
 def shape_fault(c: ModelConfig | ml_collections.ConfigDict) -> str | None:
-    """What is wrong with the sizes that must fit together in every family."""
+    """What is wrong with sizes that must match in every family; None: nothing."""
     heads, kv_heads = c.num_attention_heads, c.num_key_value_heads
     if heads % kv_heads:
         return f"num_attention_heads={heads}: must be a multiple of num_key_value_heads={kv_heads}"

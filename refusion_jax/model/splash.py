@@ -1,7 +1,7 @@
-"""Attention by the splash kernel of JAX, on TPUs: of packed rows, only the tiles that somebody sees.
+"""Attention by the splash kernel of JAX, on TPUs: only those tiles of packed rows in which a query sees a key.
 
-The kernel works on tiles of queries x keys. On which, is decided twice: by the pattern, when the program is built, and
-by the documents of the batch, when it runs. A causal row of 2,048 tokens, with documents of 600, in tiles of 512:
+The kernel works on tiles of queries x keys. They are selected twice: by the pattern, when the program is built, and by
+the documents of the batch, when it runs. A causal row of 2,048 tokens, with documents of 600, in tiles of 512:
 
     pattern      documents    The kernel reads from a table (`block_mask`) whether a tile is to be worked on, and from
     x . . .      x . . .      another (`data_next`) what to fetch for it. Both are arrays that it gets when it runs; JAX
@@ -10,7 +10,7 @@ by the documents of the batch, when it runs. A causal row of 2,048 tokens, with 
     x x x x      . . x x      github.com/marin-community/marin/pull/6330).
 
 Axes: B rows, T row length, S the part of a row whose queries a chip has, N query heads, K key/value heads, H head size;
-Q, U tiles of queries and of keys in a row, W of these that any query needs.
+Q, U tiles of queries and of keys in a row, W tiles of keys that any query needs.
 """
 
 import dataclasses
@@ -36,15 +36,15 @@ from refusion_jax.model import remat
 
 # Side of the tiles that the kernel works on: the largest of these that divides S. On v6e tiles of 1,024 make the kernel
 # a third faster (github.com/apple/axlearn/pull/958; MaxText's configs for v6e have 1,024 and 2,048, those for v4, v5e
-# and v5p its default, 512), in rows long enough that the diagonal does not take it back, whose tiles are worked on
-# whole: 2,560 keys per query at T = 4,096, with 512 it is 2,304. Both fit the vector memory that a program may use
+# and v5p its default, 512), in rows long enough that the tiles on the diagonal, which are computed whole, do not undo
+# it: 2,560 keys per query at T = 4,096, 2,304 with tiles of 512. Both fit the vector memory that a program may use
 # (head size 128, bfloat16, libtpu 0.0.51).
 _TILES = (1024, 512, 256, 128)
 _LARGEST = {"TPU v6 lite": 1024}  # by jax.Device.device_kind, for rows of 4,096 tokens and more; 512 otherwise
 
-# One kernel for the gradients of queries, keys and values makes the scores once: 5 products instead of 7, 2.3 % less of
-# a step of 8B as counted for v5p, v5e and v6e. It writes the gradient of the queries once for every tile of keys, to be
-# summed: as many arrays as a row has tiles, for which there is no memory in long rows. It takes one row.
+# One kernel for the gradients of queries, keys and values computes the scores once: 5 products instead of 7, 2.3 %
+# less of a step of 8B as counted for v5p, v5e and v6e. It writes the gradient of the queries once per tile of keys, to
+# be summed: as many arrays as a row has tiles, too many for the memory with long rows. It takes one row.
 _MOST_TILES, _MOST_ROWS = 8, 8
 
 
@@ -57,7 +57,7 @@ def splash_attention(
 ) -> Float[Array, "B T N H"]:
     """`packed_attention` by the splash kernel, where visibility has a pattern, on every chip's own rows and heads.
 
-    Where rows are split over the mesh, each chip attends from its part of the queries to the keys of whole rows. T is a
+    If rows are split over the mesh, each chip attends from its part of the queries to the keys of whole rows. T is a
     multiple of 128 x the mesh's sequence axis. `interpret` emulates the kernel on another platform, for tests.
     """
     parts, heads, shards = (sharding.shard_count_here(axis) for axis in ("length", "heads", "batch"))
@@ -69,7 +69,7 @@ def splash_attention(
         kernel_spec = kernel.manual_sharding_spec(jax.NamedSharding(mesh, sharding.spec(None, "length")))
     attend = functools.partial(_attend, tiles)
     run = sharding.on_each_chip(attend, (kernel_spec, queries, keys, keys, own, whole), queries)
-    # The kernel leaves the scale of the scores to its caller.
+    # The kernel does not scale the scores.
     return run(kernel, q * q.shape[-1] ** -0.5, k, v, visibility.segment_ids, visibility.segment_ids)
 
 
@@ -82,15 +82,15 @@ def _attend(
     q_segments: Int32[Array, "B S"],
     k_segments: Int32[Array, "B T"],
 ) -> Float[Array, "B S N H"]:
-    """Attention on one chip: its rows one after the other are one row for the kernel, no document of one in another.
+    """Attention on one chip: the kernel takes all rows as one, with different numbers for the documents of each.
 
-    Where the gradients of queries come from the kernel of the others, every row has a kernel of its own.
+    If one kernel computes all gradients, it is called row by row.
     """
     if len(q) > 1 and kernel.kwargs["block_sizes"].use_fused_bwd_kernel:
         done = []
         for row in range(len(q)):
             own = [x[row : row + 1] for x in (q, k, v, q_segments, k_segments)]
-            if done:  # one row at a time, in the backward pass, too: what is to be summed needs memory for one
+            if done:  # one row at a time, also in the backward pass: there is memory for the sums of one
                 own[0], done[-1] = jax.lax.optimization_barrier((own[0], done[-1]))
             done.append(_attend(tiles, kernel, *own))
         return jnp.concatenate(done)
@@ -103,20 +103,20 @@ def _attend(
 
 
 def _joined(x: Float[Array, "B T N H"]) -> Float[Array, "N B*T H"]:
-    """The rows one after the other, as one."""
+    """Concatenates the rows to one."""
     return x.reshape(-1, *x.shape[2:]).swapaxes(0, 1)
 
 
 def of_documents(kernel: Kernel, q_segments: Int32[Array, "B S"], k_segments: Int32[Array, "B T"]) -> Kernel:
     """The kernel for B rows one after the other, working only on tiles whose queries and keys share a document.
 
-    The documents of the tokens have other numbers in every row. A tile counts as holding all documents between its
-    smallest number and its largest, so that none is missed in whatever order they stand.
+    Documents must have different numbers in every row. A tile counts as holding all documents between its smallest
+    number and its largest, so that none is missed, whatever their order.
     """
     sizes = kernel.kwargs["block_sizes"]
 
     def skipping(info: MaskInfo, queries: int, keys: int, over_queries: bool) -> MaskInfo:
-        """One pass: its tables are [1, Q, W], in that over queries [1, W, U]."""
+        """One pass: its tables are [1, Q, W], or [1, W, U] in the pass over queries."""
         low_q, high_q = _range(q_segments, queries)
         low_k, high_k = _range(k_segments, keys)
         shared = (low_q[:, :, None] <= high_k[:, None]) & (low_k[:, None] <= high_q[:, :, None])  # [B, Q, U]
@@ -148,12 +148,12 @@ def _pass(info: MaskInfo, shared: Bool[Array, "B Q U"]) -> MaskInfo:
     """The tables of one pass over the keys of each tile of queries, [1, B * Q, W]."""
     rows, _, count = shared.shape
     index = info.data_next.astype(jnp.int32)  # [1, Q, W]
-    # Instead of a gather, which a TPU does one element at a time.
+    # In place of a gather, which a TPU computes one element at a time.
     is_shared = jnp.any(
         shared[:, :, None] & (index[..., None] == jnp.arange(count)[None, None, None]), axis=-1
     )  # [B, Q, W]
     works = is_shared & (info.block_mask > 0)
-    # What is left out fetches nothing: it names the tile that is there already, or the next one.
+    # Skipped tiles fetch nothing: their entry names the tile that is already there, or the next one.
     first = jnp.min(jnp.where(works, index, count - 1), axis=-1, keepdims=True)
     last = jnp.max(jnp.where(works, index, 0), axis=-1, keepdims=True)
     index = jnp.clip(index, first, last) + count * jnp.arange(rows)[:, None, None]
@@ -178,11 +178,11 @@ def _flip(info: MaskInfo) -> MaskInfo:
 def _kernel(pattern: Pattern, length: int, heads: int, parts: int, rows: int, interpret: bool) -> tuple[Kernel, int]:
     """The kernel for `heads` heads of `rows` rows of `length` tokens, whose queries are split into `parts`.
 
-    Also the number of tiles of a row that it works on, for the part with most, if the row is one document.
+    Also the number of tiles that it works on in a row with a single document, in the part with most.
     """
     one_head = masks.CausalMask((length, length)) if pattern == CAUSAL else _PatternMask(pattern, length)
     largest = _LARGEST.get(sharding.device_kind_here(), 512) if length >= 4096 else 512
-    # Folded rows have two parts a chip: tiles within one, where they have room for one.
+    # Folded rows have two parts per chip: tiles stay within one part if it has room for one.
     own = length // parts // (2 if isinstance(pattern, Folded) and length // parts % (2 * _TILES[-1]) == 0 else 1)
     tile = next(tile for tile in _TILES if tile <= largest and own % tile == 0)
     fused = parts == 1 and length // tile <= _MOST_TILES and rows <= _MOST_ROWS
@@ -199,7 +199,7 @@ def _kernel(pattern: Pattern, length: int, heads: int, parts: int, rows: int, in
 
 @dataclasses.dataclass(frozen=True)
 class _PatternMask(masks.Mask):
-    """A pattern as the kernel asks for it: tile by tile, so that [T, T] is never made."""
+    """A pattern in the form that the kernel takes, tile by tile, so that [T, T] is never created."""
 
     pattern: Pattern
     length: int

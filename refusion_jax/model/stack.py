@@ -1,4 +1,4 @@
-"""Layers of one kind: their weights, stacked, and the scan that runs them: compile time does not grow with depth.
+"""Layers of one kind: their stacked weights, and the scan over them, whose compile time does not grow with depth.
 
 Axes: B rows, T tokens, L layers, D hidden size, N query heads, K key/value heads, H head size, F mlp size, E experts.
 """
@@ -35,7 +35,7 @@ def norm(x: Float[Array, "*axes D"], scale: Float[Array, "D"], c: ModelConfig) -
 class Layers(nnx.Module):
     """The weights of layers `first` to below `end`, stacked: every array begins with the `layers` axis.
 
-    They have experts if the first has some.
+    They have experts if the first one has.
     """
 
     outputs_first = False  # see `put_outputs_first`
@@ -149,11 +149,11 @@ class Layers(nnx.Module):
             return constrain(x, "batch", "length", None), (kept, load)
 
         if policy := REMAT_POLICIES[remat] or (c.num_experts and WITHOUT_GATHERED):
-            layer = jax.checkpoint(layer, policy=policy, prevent_cse=False)  # the scan keeps the copies apart
+            layer = jax.checkpoint(layer, policy=policy, prevent_cse=False)  # the scan already prevents it
         own = nnx.to_pure_dict(nnx.state(self))
         exact = {name: own[name] for name in ("router", "expert_bias") if name in own}
         weights = in_dtype(own, x.dtype) | in_dtype(exact, jnp.float32)
-        if dtype := DTYPES.get(quantization):  # rounded once a step: the maxima of all layers cross a mesh together
+        if dtype := DTYPES.get(quantization):  # once per step: the maxima of all layers cross a mesh together
             weights |= {f"{name}_rounded": self._rounded(name, dtype) for name in own if getattr(self, name).summed}
         x, (kept, load) = jax.lax.scan(layer, x, (weights, jnp.arange(self.first, self.end)))
         return x, kept, jax.tree.map(functools.partial(jnp.sum, axis=0), load)

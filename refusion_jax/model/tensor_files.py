@@ -1,7 +1,7 @@
 """The tensors of a directory of safetensors files, on a local disk or in an object store, read one at a time.
 
-A file is the size of its header in 8 bytes (little endian), the header, and the data. The header is a JSON object,
-{name: {"dtype", "shape", "data_offsets"}}, whose offsets count from its end.
+A file consists of the size of its header in 8 bytes (little endian), the header, and the data. The header is a JSON
+object, {name: {"dtype", "shape", "data_offsets"}}, whose offsets count from its end.
 """
 
 import math
@@ -29,7 +29,7 @@ class _Entry(pydantic.BaseModel):
 
 
 class _Index(pydantic.BaseModel):
-    """The file of each tensor, where there are several files, all in the directory of the index."""
+    """The file of each tensor, if there are several files, all in the directory of the index."""
 
     weight_map: dict[str, Annotated[str, pydantic.Field(pattern=r"^[^/\x00]+$")]]
 
@@ -38,13 +38,13 @@ class Tensors:
     """The tensors of a directory by name."""
 
     def __init__(self, directory: epath.PathLike, file: str = MODEL):
-        """Reads the headers of all files: those of the index, or else the one of this name.
+        """Reads the headers of all files: those of the index, or else of the file of this name.
 
-        UserError where a file is missing, cannot be read, or is cut off, or tensors are not where the index says.
+        UserError if a file is missing, unreadable or truncated, or if tensors are not where the index says.
         """
         self._directory = directory = epath.Path(directory)
         self._entries: dict[str, tuple[str, int, _Entry]] = {}  # file, where its data begins
-        self.metadata: dict[str, str] = {}  # what else the headers say
+        self.metadata: dict[str, str] = {}  # of the headers
         if file != MODEL or not (directory / INDEX).exists():
             self._add(file)
             return
@@ -81,12 +81,12 @@ class Tensors:
 
     @property
     def dtype(self) -> np.dtype:
-        """The widest of the tensors'; float32 where none is of floats, which is refused when it is read."""
+        """The widest dtype of the tensors; float32 if none has floats, which is refused when it is read."""
         found = {entry.dtype for _, _, entry in self._entries.values()}
         return np.dtype(next((dtype for name, dtype in DTYPES.items() if name in found), np.float32))
 
     def read(self, name: str, shape: tuple[int, ...]) -> np.ndarray:
-        """One tensor; UserError where there is none of this name, or it has another shape or holds no floats."""
+        """One tensor; UserError if it does not exist, has another shape or holds no floats."""
         if name not in self._entries:
             raise UserError(f"{self._directory} holds no tensor {name}")
         file, start, entry = self._entries[name]

@@ -1,6 +1,6 @@
-"""Which tensors of a Hugging Face directory our weights are; reading and writing both follow from it.
+"""Which tensors of a Hugging Face directory correspond to our weights; reading and writing both follow from it.
 
-A weight of theirs is [out, in], one tensor a layer; ours is [in, out] with the head axes apart, all layers stacked.
+Their weights are [out, in], one tensor per layer; ours are [in, out] with separate head axes, all layers stacked.
 A tensor may hold several of our weights, one after the other along `out`.
 """
 
@@ -26,7 +26,7 @@ class Part(NamedTuple):
     rows: slice
     shape: tuple[int, ...]  # of the weight
     index: tuple[int, ...]  # in the weight of all layers: (layer,) or (layer, expert)
-    inputs: int  # axes of the weight that are the tensor's last one; 0: it is not transposed
+    inputs: int  # axes of the weight that form the tensor's last one; 0: it is not transposed
 
     def ours(self, tensor: np.ndarray) -> np.ndarray:
         """The weight, from the tensor."""
@@ -48,9 +48,9 @@ def tensor_names(family: str, renamed: Mapping[str, str], experts: bool = False)
 def layout(
     weights: dict[str, Any], family: str, renamed: Mapping[str, str], vocab_size: int
 ) -> Iterator[tuple[tuple[str, ...], list[Part]]]:
-    """(path in a tree of weights, its parts) of every weight in a tree of anything that has their shapes.
+    """(path, parts) of every weight, from a tree of anything with the weights' shapes.
 
-    `vocab_size` is the number of rows that the embedding has in the directory; ours may have more.
+    `vocab_size` is the number of rows of the embedding in the directory; ours may have more.
     """
     names = tensor_names(family, renamed)
     for name in [name for name in weights if name not in _STACKS]:
@@ -61,7 +61,7 @@ def layout(
     for stack in [stack for stack in _STACKS if stack in weights]:
         shapes = {name: w.shape for name, w in weights[stack].items()}
         names = tensor_names(family, renamed, experts="router" in shapes)
-        ends: dict[str, int] = {}  # of the rows of each tensor that have a weight so far
+        ends: dict[str, int] = {}  # number of rows of each tensor that are assigned so far
         rows = {}
         for name in [name for name in names if name in shapes]:
             height = _tensor_shape(shapes[name][names[name].count("{}") :], _INPUTS.get(name, 0))[0]

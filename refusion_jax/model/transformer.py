@@ -1,7 +1,7 @@
 """The transformer that every system shares, in Flax NNX; by default of Qwen3's shape (arXiv 2505.09388).
 
-RMSNorm, grouped-query attention, RoPE (half-split rotation), SwiGLU, or a mixture of them (experts.py). Where the norms
-stand, and which biases there are, is that of a family (families.py). The layers are those of stack.py.
+RMSNorm, grouped-query attention, RoPE (half-split rotation), SwiGLU, or a mixture of experts (experts.py). The family
+(families.py) determines where the norms are, and which biases there are. The layers are those of stack.py.
 
 Axes: B rows, T tokens of this forward pass, S keys it sees, L layers, D hidden size, N query heads, K key/value heads,
 H head size, V vocabulary.
@@ -36,11 +36,11 @@ from refusion_jax.model.stack import Layers, norm
 class Transformer(nnx.Module):
     """A decoder-only transformer. The caller supplies the attention mask. It computes in `dtype`; logits are float32.
 
-    `remat` is one of `remat.REMAT_POLICIES`, `backend` as of `packed_attention.backend_for`, for packed rows, and
-    `quantization` "int8" or "fp8", of products with weights of layers, for training (quantized_training.py), or "none".
+    `remat` is one of `remat.REMAT_POLICIES`, `backend`, for packed rows, comes from `packed_attention.backend_for`, and
+    `quantization`, of products with weights of layers in training (quantized_training.py), is "int8", "fp8" or "none".
     """
 
-    head_rows = 0  # rows of the output head that the logits of a token are computed of; 0: all
+    head_rows = 0  # rows of the output head for which a token's logits are computed; 0: all
     reads: "Transformer | None" = None  # in training: see `embedded_with`
 
     def __init__(
@@ -68,7 +68,7 @@ class Transformer(nnx.Module):
     def __call__(
         self, tokens: Int32[Array, "B T"], positions: Int32[Array, "B T"], visibility: Visibility
     ) -> Float32[Array, "B T V"]:
-        """Logits of packed rows; a position is a token's place in its text (RoPE), whatever its physical index."""
+        """Logits of packed rows; a position is a token's place in its text (RoPE), whatever its index in the row."""
         return self.logits(self.hidden(tokens, positions, visibility))
 
     def cross_entropy(self, batch: Batch) -> tuple[Float32[Array, "B T"], Load | None]:
@@ -89,7 +89,7 @@ class Transformer(nnx.Module):
         return unfold(cost, parts) if is_folded else cost, load
 
     def extend(self, *fed: Any) -> tuple[Float32[Array, "B T V"], KeyValues]:
-        """`extend_hidden`, with the logits of all new tokens in place of what the output head reads."""
+        """`extend_hidden`, with the logits of all new tokens in place of the inputs of the output head."""
         x, new = self.extend_hidden(*fed)
         return self.logits(x), new
 
@@ -102,16 +102,16 @@ class Transformer(nnx.Module):
         visible: Bool[Array, "B T T"],
         ragged: Ragged | None = None,
     ) -> tuple[Float[Array, "_ _ D"], KeyValues]:
-        """What the output head reads of new tokens on top of cached ones, and the new tokens' own keys and values.
+        """The inputs of the output head for new tokens after cached ones, and the keys and values of the new tokens.
 
-        The cache is only read: the caller decides which of the new keys and values to keep. Of a cache in int8 the new
+        The cache is only read: the caller decides which of the new keys and values to keep. For a cache in int8 the new
         ones are rounded before any token sees them: results do not depend on how tokens are split into passes.
 
-        Every new token sees the leading `length` of the S entries of its row, [L, B, K, S, H], and those new ones that
-        `visible` says. `ragged`, the new tokens that count, leaves the others out; what is returned is packed then.
+        Every new token sees the leading `length` of the S cached entries of its row, [L, B, K, S, H], and the new ones
+        that `visible` allows. With `ragged`, only the new tokens that it lists are computed, and results are packed.
 
         Returns:
-          ([B, T, D], as `logits` takes it; keys and values of the new tokens, [L, B, T, K, H]).
+          ([B, T, D], the input of `logits`; keys and values of the new tokens, [L, B, T, K, H]).
         """
         ragged = ragged or Ragged.whole(*tokens.shape)
         attend = attend_over(cached, length, visible, ragged)
@@ -119,19 +119,19 @@ class Transformer(nnx.Module):
         return self.normed(x), new
 
     def empty_cache(self, rows: int, capacity: int) -> KeyValues:
-        """Entries that mean nothing yet, of `cache_dtype`, as `extend` takes them."""
+        """Empty cache entries in `cache_dtype`, in the form that `extend` takes."""
         return KeyValues.empty(self.config, self.cache_dtype, rows, capacity)
 
     def hidden(
         self, tokens: Int32[Array, "B T"], positions: Int32[Array, "B T"], visibility: Visibility
     ) -> Float[Array, "B T D"]:
-        """What the output head reads, of packed rows; the arguments are those of a call."""
+        """The inputs of the output head for packed rows; the arguments are those of `__call__`."""
         return self.hidden_and_load(tokens, positions, visibility)[0]
 
     def hidden_and_load(
         self, tokens: Int32[Array, "B T"], positions: Int32[Array, "B T"], visibility: Visibility
     ) -> tuple[Float[Array, "B T D"], Load | None]:
-        """The same, and how much the experts of all layers had to do, if there are any."""
+        """`hidden`, and the load of the experts of all layers, if there are any."""
 
         def attend(q, k, v, _):
             return packed.packed_attention(q, k, v, visibility, self.backend), None
@@ -145,7 +145,7 @@ class Transformer(nnx.Module):
 
     @property
     def weight_bytes(self) -> int:
-        """Bytes of the weights that a forward pass reads: all but an embedding that is no output head as well."""
+        """Bytes of the weights that a forward pass reads: all except an embedding that is not the output head, too."""
 
         def size(x):
             return x.size * x.dtype.itemsize
@@ -167,24 +167,24 @@ class Transformer(nnx.Module):
 
     @property
     def operand_dtype(self) -> jnp.dtype:
-        """The dtype of weights in products: that of computation, or int8."""
+        """The dtype of weights in products: the dtype of computation, or int8."""
         return jnp.dtype(jnp.int8) if is_int8(self._head.get_value()) else jnp.dtype(self.dtype)
 
     def logits(self, x: Float[Array, "B T D"]) -> Float32[Array, "B T V"]:
-        """Logits from what `hidden` gave, or a part of its tokens."""
+        """Logits from the result of `hidden`, or from a part of its tokens."""
         logits = linear_outputs_first(x, self.output_head)
         return constrain(logits.astype(jnp.float32), "batch", "length", "vocab")
 
     def with_head_rows(self, rows: int) -> "Transformer":
-        """This model with an output head of so many rows for each token (see approximate_head.py); 0: all."""
+        """This model with logits of only `rows` rows of the head per token (see approximate_head.py); 0: all."""
         return ApproximateHead(self, rows) if 0 < rows < self.config.vocab_size else self
 
     def rounded(self, weights: str = "same", cache: str = "same") -> "Transformer":
-        """The same model with weights or cache in int8, for decoding (see int8.py); what is rounded already stays so.
+        """The same model with weights or cache in int8, for decoding (see int8.py); rounded parts stay as they are.
 
         Args:
-          weights: "same", "int8" or "int4": those of products. Of int4, embeddings and experts are in int8.
-          cache: "same", "int8" or "int4", of the caches that decoders make for it.
+          weights: "same", "int8" or "int4", for weights of products; with int4, embeddings and experts are in int8.
+          cache: "same", "int8" or "int4", for caches that decoders create.
         """
         if weights == cache == "same":
             return self
@@ -205,16 +205,16 @@ class Transformer(nnx.Module):
         return x * jnp.asarray(c.hidden_size**0.5, x.dtype) if FAMILIES[c.family].scaled_embedding else x
 
     def embedded_with(self, tokens: Int32[Array, "B T"], read: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
-        """The embeddings of a text plus what the output head of another model reads of it, which is made as small."""
+        """The embeddings of a text, plus another model's inputs of its output head, scaled to the same size."""
         return self.embedded(tokens) + self.config.hidden_size**-0.5 * read
 
     def through_layers(
         self, x: Float[Array, "B T D"], positions: Int32[Array, "B T"], attend: Callable, is_real: Any = None
     ) -> tuple[Float[Array, "B T D"], Any, Load | None]:
-        """Runs the layers: (what the final norm reads, what was kept, stacked over layers, the load summed over them).
+        """Runs the layers: (input of the final norm, what `attend` kept, stacked over layers, load summed over layers).
 
         `attend` is (q, k, v, number of the layer) -> ([B, T, N, H], what to keep of this layer). `is_real`, [B, T]
-        bool, are the tokens that count for the load of experts; None: it is not wanted.
+        bool, are the tokens that count for the load of experts; None: no load is computed.
         """
         c = self.config
         size = int(c.head_dim * c.partial_rotary_factor)
@@ -227,18 +227,18 @@ class Transformer(nnx.Module):
         kept, load = [], None
         stacks = [self.dense_layers, self.layers] if c.first_k_dense_replace else [self.layers]
         stacks = [part for stack in stacks for part in (stack if isinstance(stack, nnx.List) else [stack])]
-        for layers in stacks:  # one of all layers, but on one CPU one of each: see one_cpu.py
+        for layers in stacks:  # one or two stacks, but on one CPU one per layer: see one_cpu.py
             x, own, load = layers(x, rotations, attend, self.remat, self.quantization, is_real)
             kept.append(own)
         return x, jax.tree.map(lambda *parts: jnp.concatenate(parts), *kept), load
 
     def normed(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
-        """What the output head reads, of what the layers give."""
+        """The inputs of the output head, from the outputs of the layers."""
         return norm(x, self.final_norm[...].astype(self.dtype), self.config)
 
 
 def rounded_weight(p: nnx.Variable, weights: str) -> nnx.Variable:
-    """A weight as `Transformer.rounded` has it."""
+    """A weight, rounded as `Transformer.rounded` describes."""
     if weights == "same" or not p.summed or is_int8(p.get_value()):
         return p
     in_int4 = weights == "int4" and p.logical_axes[0] == "layers" and "experts" not in p.logical_axes
@@ -247,7 +247,7 @@ def rounded_weight(p: nnx.Variable, weights: str) -> nnx.Variable:
 
 
 class Wrapper(Transformer):
-    """A model that computes what the one inside it does, except for what a subclass overrides; see `Transformer`."""
+    """A model that computes what the inner one does, except for what a subclass overrides; see `Transformer`."""
 
     def __init__(self, model: Transformer):
         self.model = model
@@ -276,7 +276,7 @@ class Wrapper(Transformer):
 
 
 class ApproximateHead(Wrapper):
-    """A model whose logits are those of a few rows of the output head, chosen by its rounded copy; -inf for others."""
+    """A model with logits only for a few rows of the output head, chosen by its rounded copy; -inf for the others."""
 
     def __init__(self, model: Transformer, rows: int):
         super().__init__(model)
