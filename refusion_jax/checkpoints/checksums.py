@@ -1,8 +1,8 @@
 """Checksums of a directory's files, written next to them and compared when they are read.
 
 CRC-32 notices every flipped bit and every burst of up to 32 bits, at 3.8 GB/s on one core here (BLAKE2b: 0.9 GB/s).
-In gs:// the CRC-32C that the store keeps of each object is listed and compared: nothing is read. Several hosts each
-write a list of the files that they made, and compare a share of all lists.
+In gs:// the store's own CRC-32C of each object is listed and compared: nothing is read. With several hosts, each one
+lists the files that it has written, and compares a share of all lists.
 """
 
 import base64
@@ -27,7 +27,7 @@ _THREADS = 4
 
 
 def files_below(directory: epath.Path) -> Iterable[epath.Path]:
-    """All files below a directory but the lists themselves."""
+    """All files below a directory except the lists themselves."""
     for path in directory.iterdir():
         if path.is_dir():
             yield from files_below(path)
@@ -38,7 +38,7 @@ def files_below(directory: epath.Path) -> Iterable[epath.Path]:
 def write(directory: epath.Path, files: dict[str, epath.Path], part: str = "") -> None:
     """Writes this process's list of checksums, by the final name of each file in the directory.
 
-    `part` tells lists apart, where a process writes more than one.
+    `part` distinguishes the lists of a process that writes several.
     """
     with concurrent.futures.ThreadPoolExecutor(_THREADS) as pool:
         found = dict(zip(files, pool.map(_checksum, files.values()), strict=True))
@@ -46,7 +46,7 @@ def write(directory: epath.Path, files: dict[str, epath.Path], part: str = "") -
 
 
 def write_unlisted(directory: epath.Path, part: str = "", but: str = "") -> None:
-    """Lists the files that nobody has listed, but for those of one name."""
+    """Lists the files that no process has listed, except those named `but`."""
     known = listed(directory)
     files = {str(path.relative_to(directory)): path for path in files_below(directory)}
     write(directory, {name: path for name, path in files.items() if name not in known and path.name != but}, part)
@@ -54,14 +54,14 @@ def write_unlisted(directory: epath.Path, part: str = "", but: str = "") -> None
 
 def listed(directory: epath.Path) -> dict[str, Found]:
     """Sizes and checksums of the files that processes have listed so far, by name."""
-    # Not by `glob`, to which the directory's own name is a pattern, too.
+    # Not by `glob`, which would take the directory's own name as a pattern, too.
     names = (path.name for path in directory.iterdir()) if directory.is_dir() else ()
     lists = [name for name in sorted(names) if name.startswith(f"{PREFIX}.") and name.endswith(".json")]
     return {name: found for own in lists for name, found in read_json(directory / own, dict[str, Found]).items()}
 
 
 def find_damage(directory: epath.Path, part: str = "") -> str | None:
-    """The first damaged file in this process's share of those whose names begin with `part`, in one line, or None."""
+    """One line about the first damaged file in this process's share of those whose names begin with `part`, or None."""
     try:
         wanted = listed(directory)
     except UserError as error:
@@ -89,7 +89,7 @@ def _try_checksum(path: epath.Path, like: int | str) -> Found | None:
 
 
 def _checksum(path: epath.Path, like: int | str | None = None) -> Found:
-    """Size and checksum of a file: CRC-32C where a store keeps it, or where `like` is one; else CRC-32."""
+    """Size and checksum of a file: CRC-32C if a store keeps it, or if `like` is one; else CRC-32."""
     if not isinstance(like, int) and (kept := kept_checksum(path)):
         return kept
     size, plain, castagnoli = 0, 0, google_crc32c.Checksum()

@@ -1,7 +1,7 @@
-"""The directory `DIR/checkpoints` of a run: which steps it holds, whether each is whole, and how one is removed.
+"""The directory `DIR/checkpoints` of a run: which steps it holds, whether each is whole, and how to remove one.
 
-A checkpoint counts as finished once Orbax has given its directory the name of its step. A finished one need not be
-whole: files may have been lost or changed since, which `check_whole` finds by the checksums.
+A checkpoint counts as finished once Orbax has given its directory the name of its step. A finished one may be damaged:
+files may have been lost or changed since, which `check_whole` detects by the checksums.
 """
 
 import errno
@@ -30,14 +30,14 @@ def finished_steps(directory: epath.Path) -> list[int]:
     """Steps of all finished, non-empty checkpoints in this directory, ascending, whether whole or not.
 
     Raises:
-      UserError: where it may not be read, or is too long a name.
-      Failure: where it cannot be read now; taken for an empty one, it would have a run begin again at step 0.
+      UserError: if permissions forbid reading it, or its name is too long.
+      Failure: if it cannot be read now; if it were taken for empty, the run would start again at step 0.
     """
     try:
         names = [path.name for path in directory.iterdir()]
     except (FileNotFoundError, NotADirectoryError):
         names = []
-    except Exception as error:  # each store has errors of its own, and none of them means that nothing is there
+    except Exception as error:  # stores raise errors of many kinds, none of which means that nothing is there
         is_users = isinstance(error, PermissionError) or getattr(error, "errno", None) == errno.ENAMETOOLONG
         raise (UserError if is_users else Failure)(f"{directory} cannot be read: {first_line(error)}") from error
     steps = sorted(int(name) for name in names if name.isdecimal() and str(int(name)) == name)
@@ -45,7 +45,7 @@ def finished_steps(directory: epath.Path) -> list[int]:
 
 
 def find_step(path: epath.Path) -> tuple[epath.Path, epath.Path]:
-    """The run directory and the directory of a step: the one that is named, or the newest of a run or checkpoints/."""
+    """(run directory, directory of a step): the step named by the path, or the newest of a run or checkpoints/."""
     path = absolute(path)
     if path.parent.name == "checkpoints" and path.name.isascii() and path.name.isdecimal():
         workdir, steps = path.parent.parent, [int(path.name)]
@@ -58,7 +58,7 @@ def find_step(path: epath.Path) -> tuple[epath.Path, epath.Path]:
 
 
 def is_complete(workdir: epath.Path, steps: int) -> bool:
-    """Whether the last step of a run is there, whole and with checksums that match."""
+    """Whether the last step of a run exists, whole and with matching checksums."""
     there = saved_steps(workdir)
     if not there or there[-1] < steps:
         return False
@@ -71,7 +71,7 @@ def is_complete(workdir: epath.Path, steps: int) -> bool:
 
 
 def check_whole(directory: epath.Path, items: tuple[str, ...]) -> None:
-    """Refuses a checkpoint in which one of these items is missing or has changed. Several hosts share the reading.
+    """Refuses a checkpoint in which one of these items is missing or has changed. Hosts share the reading.
 
     Raises:
       ValueError: naming the file.
@@ -85,7 +85,7 @@ def check_whole(directory: epath.Path, items: tuple[str, ...]) -> None:
 
 
 def remove_step(directory: epath.Path) -> None:
-    """Removes a checkpoint. If this is interrupted, no half-removed checkpoint keeps the name of its step."""
+    """Removes a checkpoint so that, even if interrupted, no half-removed one keeps the name of its step."""
     if not directory.exists():
         return
     if is_remote(directory):
@@ -106,13 +106,13 @@ def remove_unfinished(directory: epath.Path) -> None:
 
 
 def _is_finished(directory: epath.Path) -> bool:
-    """Whether Orbax has finished it: on a file system its name says so, in an object store a file. Not if empty."""
+    """Whether Orbax has finished it, which its name says on a file system, and a file in a store. False if empty."""
     try:
         return any(directory.iterdir()) and ocp.utils.is_checkpoint_finalized(directory)
     except (FileNotFoundError, NotADirectoryError):
         return False
-    except Exception:  # noqa: BLE001  each store has errors of its own
-        return True  # it cannot be looked into: reading it will fail, and it will be passed over
+    except Exception:  # noqa: BLE001  stores raise errors of many kinds
+        return True  # unreadable now: reading it will fail later, and it will be skipped
 
 
 def _missing(directory: epath.Path, items: tuple[str, ...]) -> list[str]:

@@ -37,7 +37,7 @@ from refusion_jax.systems.api import own_settings
 from refusion_jax.systems.interface import PLAIN
 from refusion_jax.systems.registry import decoders_for, default_decoder, default_system, releases, system_of
 
-# Keys of config.model that say how large it is; `vocab_size` may be more than that of the weights to start from.
+# Keys of config.model for its size; `vocab_size` may exceed that of the weights to start from.
 SIZES = (
     *("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim"),
     "intermediate_size",
@@ -54,14 +54,14 @@ def load_model(
 
     Args:
       path: the directory of a run or its checkpoints/, for the newest checkpoint; the directory of one step; a Hugging
-        Face directory of one of `model.families.FAMILIES`, or as the authors of a system released it; or one of
-        adapters as `peft` writes them.
+        Face directory of one of `model.families.FAMILIES`, or as the authors of a system released it; or a directory of
+        adapters that `peft` wrote.
       dtype: of weights and computation, "float32" or "bfloat16".
       mesh: from `sharding.make_mesh`; the first device by default.
       weights: "same", or "int8": rounded in host memory, so that the devices never hold the unrounded weights.
 
     Raises:
-      UserError: where there is no model that we can read, or the mesh does not fit its weights.
+      UserError: if there is no model that we can read, or the mesh does not fit its weights.
     """
     if (name := dtype if isinstance(dtype, str) else jnp.dtype(dtype).name) not in ("float32", "bfloat16"):
         raise UserError(f"dtype={name}: must be float32 or bfloat16")
@@ -87,7 +87,7 @@ def load_model(
 def load_for(
     path: epath.PathLike, settings: Settings, dtype: str = "float32", mesh: jax.sharding.Mesh | None = None
 ) -> Transformer:
-    """`load_model`, with the auxiliary models that the settings of a decoder name; all must have one tokenizer."""
+    """`load_model`, with the auxiliary models that a decoder's settings name; all must share one tokenizer."""
     auxiliary = {}
     check_auxiliaries(settings, settings)
     for name in settings.auxiliary_models:
@@ -101,14 +101,14 @@ def load_for(
 
 
 def is_foreign(path: epath.Path) -> bool:
-    """Whether a directory is of a kind that others write: of Hugging Face, or of adapters by `peft`."""
+    """Whether a directory has the format of other software: of Hugging Face, or of `peft` for adapters."""
     return huggingface_config.is_huggingface(path) or peft.is_peft(path)
 
 
 def weights_stamp(path: epath.PathLike, settings: Settings) -> list[tuple[str, float | str, int]]:
     """A stamp that changes whenever the weights do, those of auxiliary models included.
 
-    It has (name, checksum, bytes) of the files of our checkpoints, wherever they are; (path, time, bytes) of others.
+    It has (name, checksum, bytes) for files of our checkpoints, wherever they are; (path, time, bytes) for others.
     """
     places = [path, *filter(None, (getattr(settings, name) for name in settings.auxiliary_models))]
     return [entry for place in places for entry in _stamp(epath.Path(place))]
@@ -117,7 +117,7 @@ def weights_stamp(path: epath.PathLike, settings: Settings) -> list[tuple[str, f
 def describe_call(
     path: epath.PathLike, ids: Sequence[object], requests: Sequence[Request], *others: Any
 ) -> dict[str, str]:
-    """What the answers of a call depend on, by name: for its journal. `others` are settings that are no decoder's."""
+    """What the answers of a call depend on, by name, for its journal; `others` are settings outside the decoder."""
     whole_batch = scope(type(requests[0].settings), "batch")
     settings = [
         {key: x for key, x in dataclasses.asdict(request.settings).items() if key not in whole_batch}
@@ -139,13 +139,13 @@ def _stamp(path: epath.Path) -> list[tuple[str, float | str, int]]:
     workdir, step = find_step(path)
     listed = {name: found for name, found in checksums.listed(step).items() if name.startswith("params")}
     own = [(name, value, size) for name, (size, value) in sorted(listed.items())]
-    own = own or [(str(absolute(step)), step.stat().mtime, step.stat().length)]  # a checkpoint from before checksums
+    own = own or [(str(absolute(step)), step.stat().mtime, step.stat().length)]  # an old checkpoint, without checksums
     adapted = run_directory.read_adapters(workdir)
     return own + (_stamp(adapted[1]) if adapted else [])
 
 
 def read_model_config(path: epath.Path) -> ModelConfig:
-    """The shape of the model at a path; UserError where there is none."""
+    """The shape of the model at a path; UserError if there is none."""
     place = _model_place(path)
     if huggingface_config.is_huggingface(place):
         return huggingface_config.read_model_config(place, find_tokenizer(path), releases=releases())
@@ -170,9 +170,9 @@ def load_params(path: epath.Path, target: dict[str, Any]) -> dict[str, Any]:
 
 
 def open_weights(path: epath.PathLike) -> Reader:
-    """Reads a part of one weight at a time, so that a part of a model takes no memory for the rest of it.
+    """A reader of one part of a weight at a time, so that a part of a model takes no memory for the rest of it.
 
-    Of a run with adapters, or a directory of adapters, all weights are in memory. The path is as for `load_model`.
+    For a run with adapters, or a directory of adapters, all weights are in memory. The path is as for `load_model`.
     """
     path = epath.Path(path)
     target = abstract_transformer(read_model_config(path), "float32", make_mesh({}, jax.devices()[:1]))[1]
@@ -184,13 +184,13 @@ def open_weights(path: epath.PathLike) -> Reader:
 
 
 def reader_of(model: Transformer) -> Reader:
-    """A reader as `open_weights` returns it, of a model in memory."""
+    """A reader like that of `open_weights`, for a model in memory."""
     params = nnx.to_pure_dict(nnx.state(model))
     return lambda name, part: np.asarray(functools.reduce(operator.getitem, name, params)[part])
 
 
 def read_trained(path: epath.Path) -> tuple[Lora, dict[str, Any], epath.Path]:
-    """(shape of the adapters, what was trained, what it adapts) of a run; UserError where it has no adapters."""
+    """(description of the adapters, trained weights, path of the base) of a run; UserError if it has no adapters."""
     adapted = run_directory.read_adapters(find_step(path)[0])
     if adapted is None:
         raise UserError(f"{path} has no low-rank adapters: nothing of --config.lora.rank above 0")
@@ -206,18 +206,18 @@ def _merge(lora: Lora, params: dict[str, Any], trained: dict[str, Any], target: 
 
 
 def _model_place(path: epath.Path) -> epath.Path:
-    """The directory of the model: that which adapters adapt, or the path itself."""
+    """The directory of the model: the one that adapters adapt, or the path itself."""
     return peft.base_of(path) if peft.is_peft(path) else path
 
 
 def read_dtype(path: epath.Path) -> str:
-    """The dtype in which no weight of a model is rounded, "float32" or "bfloat16"; UserError where there is none."""
+    """The dtype that holds a model's weights without rounding, "float32" or "bfloat16"; UserError without a model."""
     path = _model_place(path)
     return huggingface.read_dtype(path) if huggingface_config.is_huggingface(path) else stored_dtype(path)
 
 
 def load_tokenizer(path: epath.PathLike) -> Tokenizer:
-    """The tokenizer of a run or model; the path is as for `load_model`; UserError where it has none."""
+    """The tokenizer of a run or model; the path is as for `load_model`; UserError if it has none."""
     tokenizer = find_tokenizer(epath.Path(path))
     if tokenizer is None:
         raise UserError(f"{path} holds no tokenizer.model, tokenizer.json or vocab.json: put its tokenizer there")
@@ -236,10 +236,10 @@ def check_fits(
     flag: str = "init_from",
     alike: Sequence[str] = (),
 ) -> None:
-    """Refuses weights of another model, or of one whose tokens mean something else.
+    """Refuses weights of a model of another shape, or whose token ids have other meanings.
 
     `config` is that of the model to be initialized, `tokenizer` that of the data, `flag` the key that names the path.
-    Compares the keys in `alike`, or else all keys on which weights depend.
+    Compares the keys in `alike`, by default all keys on which weights depend.
     """
     there, own = read_model_config(path), find_tokenizer(path)
     if own and (token := first_difference(own, tokenizer)) is not None:
@@ -276,7 +276,7 @@ def find_tokenizer(path: epath.Path, mask_token_id: int | None = None) -> Tokeni
 
 
 def tokenizer_place(path: epath.Path) -> epath.Path:
-    """The directory that holds the tokenizer of a run or model, if any; adapters may have one of their own."""
+    """The directory of the tokenizer of a run or model, if any; adapters may have their own."""
     if peft.is_peft(path) and find_tokenizer_file(path):
         return path
     path = _model_place(path)
@@ -284,7 +284,7 @@ def tokenizer_place(path: epath.Path) -> epath.Path:
 
 
 def find_objective(path: epath.Path) -> str | None:
-    """The system that trained a model, where that is known; the path is as for `load_model`.
+    """The system that trained a model, if known; the path is as for `load_model`.
 
     A Hugging Face directory without a mask token is a plain language model; one line says so.
     """
@@ -307,7 +307,7 @@ def find_objective(path: epath.Path) -> str | None:
 def choose_method(checkpoint: epath.Path, method: str | None) -> str:
     """Name of the decoder: the requested one, or the first for the system that trained the model.
 
-    SettingError where the model was not trained for the decoder.
+    SettingError if the model was not trained for the decoder.
     """
     objective = find_objective(checkpoint)
     if objective is None:
@@ -321,5 +321,5 @@ def choose_method(checkpoint: epath.Path, method: str | None) -> str:
 
 
 def chosen_settings(checkpoint: epath.Path, given: dict[str, Any]) -> Settings:
-    """The decode settings that are given, of the decoder of `choose_method`; SettingError for those of others alone."""
+    """The given decode settings, for the decoder of `choose_method`; SettingError for settings that it lacks."""
     return own_settings(choose_method(checkpoint, given.get("method")), given)

@@ -1,9 +1,9 @@
-"""One training run at a time in a directory.
+"""Allows one training run at a time in a directory.
 
-On a file system the operating system's lock (flock) on DIR/lock tells, and lets go with the process, however that ends.
+On a file system this is the operating system's lock (flock) on DIR/lock, which is released when the process ends.
 An object store cannot tell a dead holder from a silent one: there the lease, the object DIR/lock, belongs to whoever
-wrote it last, and a holder that finds another's in its place before a save stops and saves nothing more. It is written
-only over the generation that was read before (compare and swap), so of two that start at once one is refused.
+wrote it last, and a holder that finds another one's lease before a save stops without saving. The lease is written only
+over the generation that was read before (compare and swap), so of two that start at once one is refused.
 """
 
 import contextlib
@@ -28,10 +28,10 @@ FILE = "lock"
 
 @contextlib.contextmanager
 def locked(directory: epath.Path) -> Iterator[Callable[[], None]]:
-    """Holds a directory for a block, for all processes of a run together; the first of them takes the lock.
+    """Locks a directory for all processes of a run while the block runs; the first process takes the lock.
 
-    It yields `check`, to be called before each save: UserError where a new holder has taken the directory over. What
-    another run holds is refused, naming its process, and since when.
+    Yields `check`, to be called before each save: UserError if a new holder has taken over the directory. A directory
+    that another run holds is refused, naming its process and start.
     """
     with contextlib.ExitStack() as stack:
         check, refusal = (lambda: None), None
@@ -54,7 +54,7 @@ def check_free(directory: epath.Path) -> None:
 
 @contextlib.contextmanager
 def file_lock(directory: epath.Path) -> Iterator[Callable[[], None]]:
-    """As `locked`, for a local directory and one process; asks JAX for nothing, so that others may have the devices."""
+    """As `locked`, for a local directory and one process; does not use JAX, so that it does not take the devices."""
     directory.mkdir(parents=True, exist_ok=True)
     with open(directory / FILE, "a+b", buffering=0) as file:
         _lock(file, directory)
@@ -75,7 +75,7 @@ def _lock(file: IO, directory: epath.Path, shared: bool = False) -> None:
 @contextlib.contextmanager
 def _lease(directory: epath.Path) -> Iterator[Callable[[], None]]:
     def swap(content: bytes | None, generation: bytes) -> bytes:
-        """Writes or deletes the lease; its new generation, empty where another one is there than was read."""
+        """Writes or deletes the lease; returns its new generation, empty if it has changed since it was read."""
         return store.write(FILE, content, if_equal=generation).result().generation
 
     def check() -> None:

@@ -4,7 +4,7 @@
 the checksums of all their files, written before the directory gets its name. Saving is asynchronous. A failed save is
 reported in one line, and the run goes on to the next one.
 
-Restoring takes the newest step that is whole. Damaged, torn and foreign ones are skipped with a warning.
+Restoring takes the newest whole step. Damaged, torn and foreign checkpoints are skipped with a warning.
 """
 
 import contextlib
@@ -34,17 +34,17 @@ from refusion_jax.distributed.storage import absolute
 
 _PROBE_BYTES = 4096  # one block of a disk
 _LAST_ATTEMPTS = 4
-PAUSE_SECONDS = 1.0  # before the last save of a run is tried again; it doubles with every attempt
+PAUSE_SECONDS = 1.0  # before the last save of a run is retried; doubles with every attempt
 
 
-TrainState = Any  # of training.train_step, which says what its items are
+TrainState = Any  # of training.train_step, which defines its items
 
 
 class Checkpoints(contextlib.AbstractContextManager):
-    """Saves and restores the checkpoints of one run. Use it in a `with` block, whose end waits for the last save."""
+    """Saves and restores the checkpoints of one run. Use it in a `with` block, which waits for the last save."""
 
     def __init__(self, workdir: epath.Path, keep: int, failures: int = 3):
-        """Removes what an interrupted save has left; `failures` failed saves in a row stop the run."""
+        """Removes the remains of an interrupted save; `failures` failed saves in a row stop the run."""
         self._directory = epath.Path(absolute(workdir)) / "checkpoints"
         self._keep, self._failures = keep, failures
         self._failed = 0
@@ -55,27 +55,27 @@ class Checkpoints(contextlib.AbstractContextManager):
             self._directory.mkdir(parents=True, exist_ok=True)
             remove_unfinished(self._directory)
         silence_orbax_tracebacks()
-        self._checkpointer: ocp.AsyncCheckpointer | None = None  # made for the first state that comes
+        self._checkpointer: ocp.AsyncCheckpointer | None = None  # created for the first state
 
     def __exit__(self, failure: type[BaseException] | None, *_) -> None:
         if failure is None:
             self.wait()
-        elif jax.process_count() == 1 and self._checkpointer:  # several could hang: the others may not know of it
+        elif jax.process_count() == 1 and self._checkpointer:  # of several, some might not know of the failure
             with contextlib.suppress(Exception):
                 self._checkpointer.wait_until_finished()
 
     def save(self, step: int, state: TrainState, data: dict[str, Any], last: bool = False) -> None:
         """Begins to save; returns as soon as the arrays are copied off the devices.
 
-        The last one of a run is waited for, and tried again where it fails. `data` is the position there, as JSON.
-        Failure where too many saves in a row have failed.
+        The `last` save of a run is waited for, and retried if it fails. `data` is the position in the data, as JSON.
+        Failure if too many saves in a row have failed.
         """
         self.wait()
-        if self._restored is not None and jax.process_index() == 0:  # a killed process leaves one more than it keeps
-            with contextlib.suppress(Exception):  # or it is removed after this save
+        if self._restored is not None and jax.process_index() == 0:  # a killed process leaves one too many
+            with contextlib.suppress(Exception):  # otherwise it is removed after this save
                 self._retain(self._restored)
         self._restored = None
-        for attempt in range(_LAST_ATTEMPTS):  # an interrupted process has to end at some time
+        for attempt in range(_LAST_ATTEMPTS):  # an interrupted process must end eventually
             if attempt:
                 time.sleep(PAUSE_SECONDS * 2 ** (attempt - 1))
             self._begin(step, state, data)
@@ -86,7 +86,7 @@ class Checkpoints(contextlib.AbstractContextManager):
         )
 
     def _begin(self, step: int, state: TrainState, data: dict[str, Any]) -> None:
-        if obstacle := first_fault(_find_obstacle(self._directory)):  # the others would wait for one that cannot
+        if obstacle := first_fault(_find_obstacle(self._directory)):  # the others would wait for one that cannot save
             self._has_failed(step, OSError(obstacle))
             return
         self._under_way = step
@@ -99,11 +99,11 @@ class Checkpoints(contextlib.AbstractContextManager):
                     optimizer=ocp.args.PyTreeSave(state.rest()),
                     data=ocp.args.JsonSave(data | {"guard": state.counters()}),
                 ),
-                force=True,  # an existing one is damaged, or the run would have resumed from it
+                force=True,  # an existing one is damaged; otherwise the run would have resumed from it
             )
 
     def wait(self) -> bool:
-        """Waits until the save under way, if there is one, is whole on disk. Whether the last save succeeded."""
+        """Waits until the current save, if any, is whole on disk; returns whether the last save succeeded."""
         if (step := self._under_way) is None:
             return self._failed == 0
         with self._failing(step):
@@ -117,7 +117,7 @@ class Checkpoints(contextlib.AbstractContextManager):
         return True
 
     def _tidy_up(self, step: int) -> None:
-        """Lists late metadata of Orbax, and removes old checkpoints. The new one is whole even where this fails."""
+        """Lists late metadata of Orbax, and removes old checkpoints. If this fails, the new one is still whole."""
         try:
             checksums.write_unlisted(self._directory / str(step), "late.")
             self._retain(step)
@@ -126,13 +126,13 @@ class Checkpoints(contextlib.AbstractContextManager):
 
     @contextlib.contextmanager
     def _failing(self, step: int) -> Iterator[None]:
-        """Says that a save has failed, in one line, and makes ready for the next.
+        """Reports a failed save in one line, and prepares for the next.
 
-        Of several processes each stops: the others are in the midst of it, too, and cannot begin another.
+        With several processes, each stops: the others are in the middle of the save, too, and cannot begin another.
         """
         try:
             yield
-        except Exception as error:  # noqa: BLE001  each file system has errors of its own
+        except Exception as error:  # noqa: BLE001  file systems raise errors of many kinds
             if jax.process_count() > 1:
                 raise Failure(
                     f"checkpoint {step} could not be written: {first_line(error)}; start the same command again"
@@ -141,7 +141,7 @@ class Checkpoints(contextlib.AbstractContextManager):
             self._checkpointer = None
 
     def _has_failed(self, step: int, error: Exception) -> None:
-        """Says so, and counts it; too many in a row stop the run."""
+        """Reports and counts a failed save; too many in a row stop the run."""
         self._failed += 1
         self._under_way = None
         why = f"checkpoint {step} could not be written: {first_line(error)}"
@@ -159,7 +159,7 @@ class Checkpoints(contextlib.AbstractContextManager):
         return f"make room or mend {self._directory}, and start it again (from step {from_step})"
 
     def _retain(self, newest: int) -> None:
-        """Removes all but the newest whole checkpoints, and damaged ones that are older than the newest."""
+        """Keeps the newest whole checkpoints; removes older ones, and damaged ones older than the newest."""
         whole = [step for step in saved_steps(self._directory.parent) if step <= newest and step not in self.skipped]
         passed = [step for step in self.skipped if step < newest]
         for step in [*whole[: -self._keep], *passed]:
@@ -167,17 +167,17 @@ class Checkpoints(contextlib.AbstractContextManager):
             self.skipped.pop(step, None)
 
     def restore(self, target: TrainState, start_over: bool = False) -> tuple[TrainState, dict[str, Any]] | None:
-        """The newest whole checkpoint, or None where there is none at all. `skipped` says why newer ones were not read.
+        """The newest whole checkpoint, or None if there is none at all. `skipped` says why newer ones were not read.
 
-        The target has shapes, dtypes and shardings to restore into; any number of devices will do. Checkpoints of which
-        none can be read are refused (starting over silently would lose the run), but with `start_over`.
+        The target has shapes, dtypes and shardings to restore into, for any number of devices. UserError if there are
+        checkpoints but none can be read (starting over silently would lose the run), unless `start_over` is True.
         """
         steps = finished_steps(self._directory)
         for step in reversed(steps):
             why, directory = None, self._directory / str(step)
             try:
                 check_whole(directory, ITEMS)
-            except Exception as error:  # noqa: BLE001  a torn checkpoint can fail in any way; an older one may be whole
+            except Exception as error:  # noqa: BLE001  torn checkpoints fail in many ways; an older one may be whole
                 why = first_line(error)
             if not (why := first_fault(why)):  # each host checks its share of the files, and all read together
                 try:
@@ -198,7 +198,7 @@ class Checkpoints(contextlib.AbstractContextManager):
         return None
 
     def _read(self, directory: epath.Path, step: int, target: TrainState) -> tuple[TrainState, dict[str, Any]]:
-        """State and data of one checkpoint. Any exception where it is damaged or of another run."""
+        """State and data of one checkpoint. Raises any exception if it is damaged or of another run."""
         self._checkpointer = self._checkpointer or make_checkpointer(target)
         found = self._checkpointer.restore(
             directory,
@@ -217,7 +217,7 @@ class Checkpoints(contextlib.AbstractContextManager):
 
 
 def _find_obstacle(directory: epath.Path) -> str | None:
-    """Why this process cannot write there now, or None: alone it is told by the save itself."""
+    """Why this process cannot write there now, or None; a single process learns it from the save itself."""
     if is_remote(directory):
         return None
     if not directory.is_dir():

@@ -1,7 +1,7 @@
 """The directory of a run: its tokenizer, the shape of its model, and the system that trained it.
 
 DIR/config.json         the config the run was last started with
-DIR/model.json          the shape of the model, and what its token ids mean; of a converted one, which system trained it
+DIR/model.json          the shape of the model, and what its token ids mean; if converted, which system trained it
 DIR/tokenizer.model     the sentencepiece model, or the files of a Hugging Face tokenizer (tokenizer.json ...)
 DIR/checkpoints/STEP/   see manager.py
 DIR/metrics.jsonl, DIR/tensorboard/, DIR/events.jsonl (where the time went), DIR/compilation_cache/
@@ -39,13 +39,13 @@ class _Config(pydantic.BaseModel):
 
 
 def write_model_config(workdir: epath.Path, model: ModelConfig, objective: str | None = None) -> None:
-    """Writes the shape of a model; and the system that trained it, where no config of a run says so."""
+    """Writes the shape of a model and, if no config of a run says it, the system that trained it."""
     content = dataclasses.asdict(model) | ({"objective": objective} if objective else {})
     write_file(workdir / "model.json", json.dumps(content, indent=2) + "\n")
 
 
 def read_model_config(workdir: epath.Path) -> ModelConfig:
-    """The shape of a run's model; UserError where the file cannot be read."""
+    """The shape of a run's model; UserError if the file cannot be read."""
     path = workdir / "model.json"
     content = read_json(path)
     content.pop("objective", None)
@@ -53,7 +53,7 @@ def read_model_config(workdir: epath.Path) -> ModelConfig:
 
 
 def read_adapters(workdir: epath.Path) -> tuple[Lora, epath.Path] | None:
-    """The adapters of a run that trained nothing else, and where the weights are that they adapt."""
+    """(adapters, path of the weights that they adapt) of a run that trained adapters; None for other runs."""
     path = workdir / "config.json"
     config = read_json(path, _Config, extra="ignore") if path.exists() else _Config()
     if not (config.lora and config.lora.rank):
@@ -63,7 +63,7 @@ def read_adapters(workdir: epath.Path) -> tuple[Lora, epath.Path] | None:
 
 
 def read_objective(workdir: epath.Path) -> str | None:
-    """The system that trained the model of a run, or one that was converted, where that is known."""
+    """The system that trained the model of a run, or a converted model, if known."""
     if (path := workdir / "config.json").exists():
         return read_json(path, _Config, extra="ignore").objective or default_system().name
     return read_json(workdir / "model.json", _Config, extra="ignore").objective

@@ -1,4 +1,4 @@
-"""Model weights alone, without the rest of the train state: read from a run's checkpoints, or written as one."""
+"""Model weights without the rest of the train state: read from a run's checkpoints, or written as one."""
 
 from collections.abc import Callable
 from typing import Any
@@ -20,19 +20,19 @@ Reader = Callable[[tuple[str, ...], slice], np.ndarray]
 
 
 def restore_params(path: epath.Path, target: Any) -> Any:
-    """Weights of the newest step, or of the step that is named, with the shapes, dtypes and shardings of a target."""
+    """Weights of the newest step, or of the step in the path, with the shapes, dtypes and shardings of a target."""
     silence_orbax_tracebacks()
     directory = _find_params(path, target)
     try:
         with ocp.StandardCheckpointer() as checkpointer:
             restored = checkpointer.restore(directory, target)
-    except Exception as error:  # where no checksum has told of the damage
+    except Exception as error:  # damage that no checksum has shown
         raise UserError(f"{directory} cannot be read: {first_line(error)}") from error
     return checked(directory, restored)
 
 
 def checked(place: epath.Path, params: Any) -> Any:
-    """Weights as they are; UserError, with their place, where one is infinite or not a number."""
+    """Returns the weights unchanged; UserError, naming their place, if one is infinite or not a number."""
     for path, weight in jax.tree.leaves_with_path(params):
         if not is_finite(weight):
             name = jax.tree_util.keystr(path, simple=True, separator=".")
@@ -41,9 +41,9 @@ def checked(place: epath.Path, params: Any) -> Any:
 
 
 def open_params(path: epath.Path, target: Any) -> Reader:
-    """Reads weights of the newest step, or of the step that is named, a part of one at a time.
+    """A reader of the weights of the newest step, or of the step in the path, one part of a weight at a time.
 
-    Memory is taken by the stored chunks that hold the part: by one whole weight, where it was written by one device.
+    Memory is taken by the stored chunks that hold the part: by a whole weight, if one device wrote it.
     The path is as for `find_step`; `target` has the shapes.
     """
     directory, context = _find_params(path, target), ocp.type_handlers.get_ts_context(use_ocdbt=True)
@@ -60,7 +60,7 @@ def open_params(path: epath.Path, target: Any) -> Reader:
 
 
 def stored_dtype(path: epath.Path) -> str:
-    """The dtype of the weights of the newest step, or of the step that is named: "float32" or "bfloat16"."""
+    """The dtype of the weights of the newest step, or of the step in the path: "float32" or "bfloat16"."""
     return "bfloat16" if {str(x.dtype) for x in jax.tree.leaves(_stored(path))} == {"bfloat16"} else "float32"
 
 
@@ -74,7 +74,7 @@ def save_params(workdir: epath.Path, params: Any) -> None:
 
 
 def _find_params(path: epath.Path, target: Any) -> epath.Path:
-    """The directory of the weights; refuses those that are damaged, or have other shapes than the target."""
+    """The directory of the weights; refuses damaged weights, and those with other shapes than the target."""
     there, (workdir, step) = _stored(path), find_step(path)
     found, wanted = (
         {jax.tree_util.keystr(path): tuple(x.shape) for path, x in jax.tree.leaves_with_path(tree)}
@@ -88,11 +88,11 @@ def _find_params(path: epath.Path, target: Any) -> epath.Path:
 
 
 def _stored(path: epath.Path) -> Any:
-    """What is told of the weights that are stored; refuses those that are damaged."""
+    """The metadata of the stored weights; refuses damaged ones."""
     step = find_step(path)[1]
     try:
         check_whole(step, ("params",))
         return ocp.StandardCheckpointHandler().metadata(step / "params")
-    except Exception as error:  # a torn checkpoint can fail in any way
+    except Exception as error:  # torn checkpoints fail in many ways
         why = f"checkpoint {step.name} cannot be read ({first_line(error)})"
         raise UserError(f"{path}: {why}; name another step in {step.parent}, if there is one") from error

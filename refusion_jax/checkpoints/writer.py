@@ -17,21 +17,21 @@ from refusion_jax.checkpoints import checksums
 from refusion_jax.checkpoints.directory import TEMPORARY
 
 _LATE = "_CHECKPOINT_METADATA"  # Orbax adds the time of the commit to this file after `finalize`
-# Threads of a save wait up to 300 s, and the process with them, for directories that a full disk does not let be made.
+# On a full disk, threads of a save, and the process with them, wait up to 300 s for directories that cannot be created.
 _AT_ONCE = ocp.options.AsyncOptions(create_directories_asynchronously=False)
-_IN_FLIGHT = 0.05  # of a host's part of the state: so much of each item may be on its way to storage
+_IN_FLIGHT = 0.05  # share of a host's part of the state that each item may have on its way to storage
 _OF_ORBAX = (
-    "(.*serialize.*|.*CheckpointHandler.*|_create_paths|cancellable)"  # coroutines, by what a save on a full disk left
+    "(.*serialize.*|.*CheckpointHandler.*|_create_paths|cancellable)"  # coroutines left by a save on a full disk
 )
 
 
 def make_checkpointer(state: Any) -> ocp.AsyncCheckpointer:
     """A checkpointer for `Items`, saving in the background.
 
-    A save holds the copy that was taken off the devices, and what is being written where that has another
-    form: with compression, or with axes in another order on the device. Arrays are therefore written as they are:
-    compression makes weights 7 % smaller, costs two thirds of a save's CPU time, and its buffers of all threads came to
-    0.4 of the state. What is on its way is limited for arrays in another order.
+    A save holds the copy that was taken off the devices, and what is being written if that has another form: if it is
+    compressed, or has its axes in another order on the device. So arrays are not compressed: compression makes weights
+    7 % smaller, costs two thirds of a save's CPU time, and the buffers of all its threads came to 0.4 of the state. For
+    arrays in another order, the amount on its way to storage is limited.
     """
     arrays = jax.tree.leaves(state)
     own = sum(math.prod(x.shape) * x.dtype.itemsize for x in arrays) / jax.process_count()
@@ -66,11 +66,11 @@ class _WithChecksums(ocp.CompositeCheckpointHandler):
 
 @ocp.args.register_with_handler(_WithChecksums, for_save=True, for_restore=True)
 class Items(ocp.args.Composite):
-    """The items of a checkpoint; a class of its own because Orbax finds the handler by the class of its arguments."""
+    """The items of a checkpoint; a separate class, because Orbax finds the handler by the class of its arguments."""
 
 
 def restoring(target: Any) -> ocp.args.PyTreeRestore:
-    """The argument that restores an item into these shapes, dtypes and shardings, which must be those it has."""
+    """The argument that restores an item into these shardings; shapes and dtypes must be those it has."""
     return ocp.args.PyTreeRestore(target, restore_args=ocp.checkpoint_utils.construct_restore_args(target))
 
 
@@ -97,7 +97,7 @@ class _OwnChecksums:
 def silence_orbax_tracebacks() -> None:
     """Suppresses the tracebacks of failed saves.
 
-    Orbax logs one itself. Every other write that was under way prints one more: for tasks or coroutines that were never
+    Orbax logs one itself. Every other write in progress prints another one: for tasks or coroutines that were never
     awaited, when they are garbage-collected, or after their event loop has ended.
     """
     absl_logging.get_absl_logger().addFilter(lambda record: "orbax" not in record.pathname or not record.exc_info)
@@ -115,7 +115,7 @@ def silence_orbax_tracebacks() -> None:
 def _is_of_orbax(exc_info: Any) -> bool:
     if not exc_info:
         return False
-    if any(name in str(exc_info[1]) for name in ("tensorstore", "OCDBT")):  # whose futures have no frames
+    if any(name in str(exc_info[1]) for name in ("tensorstore", "OCDBT")):  # their futures have no frames
         return True
     names = (frame.f_globals.get("__name__", "") for frame, _ in traceback.walk_tb(exc_info[2]))
     return any(name.partition(".")[0] == "orbax" for name in names)

@@ -23,8 +23,8 @@ from refusion_jax.data.shards import PrepareSettings, Report, Worker
 from refusion_jax.data.workers import Runner, Task
 from refusion_jax.distributed.json_files import read_json
 
-# Prism has a worker run eight chunks at a time, each in a thread that keeps what its chunks took: with shards of 64 MiB
-# a worker takes 774 MiB, and with two threads of its own 443.
+# Prism lets a worker run eight chunks at a time, in threads that keep the memory of their chunks: with shards of 64 MiB
+# a worker takes 774 MiB, and 443 with two threads of its own.
 _THREADS = ThreadPoolExecutor(2)
 
 
@@ -34,22 +34,22 @@ class BeamRunner(Runner):
     def __init__(self, settings: PrepareSettings, output: epath.Path, *, options: list[str], count: int):
         """Starts nothing yet. All workers must reach the output directory, the input and the tokenizer.
 
-        The options are Beam's, of which one names its runner; without any it is `count` processes of this machine.
+        The options are Beam's, one of which names its runner; without any, `count` processes of this machine run it.
         """
         self._settings, self._output, self._runner = settings, output, None
-        # On Prism a pipeline ends after this time, too: by default after five minutes.
+        # Prism also ends a pipeline after this time, by default after five minutes.
         self._options = ["--job_server_timeout=86400", *(options or [f"--direct_num_workers={count}"])]
-        if not options:  # Ctrl-C goes to all processes: this one ends the workers, and tells of it in one line
+        if not options:  # Ctrl-C goes to all processes: this one ends the workers, and reports it in one line
             python = shlex.quote(sys.executable)
             worker = f"trap '' INT; {python} -m apache_beam.runners.worker.sdk_worker_main 2> {os.devnull}"
             self._runner = FnApiRunner(SubprocessSDKEnvironment.from_command_string(worker))
-        logging.getLogger("apache_beam").setLevel(logging.ERROR)  # it tells of each of its threads
+        logging.getLogger("apache_beam").setLevel(logging.ERROR)  # it reports each of its threads
 
     def __exit__(self, *_) -> None:
         """Does nothing: `run` waits for its pipeline."""
 
     def run(self, task: Task, chunks: dict[int, list[InputSplit]]) -> Iterator[Report]:
-        """The report of every chunk, in order, once all are made; Failure where the pipeline fails."""
+        """The report of every chunk, in order, once all are done; Failure if the pipeline fails."""
         self._run(
             beam.Create(list(chunks.items()))
             | beam.Reshuffle()
@@ -61,10 +61,10 @@ class BeamRunner(Runner):
             yield next((read_json(path, Report) for path in made if path.exists()), Report())
 
     def mark_repeated(self, progress: epath.Path, chunks: int) -> None:
-        """Does what `duplicates.mark_repeated` does, with keys grouped by the partition they are in.
+        """As `duplicates.mark_repeated`, with keys grouped by their partition.
 
-        Where they are in files this process reads them itself: Beam's runners for one machine hold in memory what they
-        group.
+        If they are in local files, this process reads them itself: Beam's runners for one machine hold in memory what
+        they group.
         """
         if not is_remote(progress):
             super().mark_repeated(progress, chunks)
@@ -84,13 +84,13 @@ class BeamRunner(Runner):
         try:
             with beam.Pipeline(self._runner, PipelineOptions(self._options)) as pipeline:
                 pipeline | transform  # noqa: B018  Beam's way to add one
-        except Exception as error:  # each runner has its own
+        except Exception as error:  # each runner raises its own
             lines = [line.strip() for line in str(error).splitlines() if line.strip(" >")] or [type(error).__name__]
             raise Failure(f"the Beam pipeline failed: {lines[-1]} (the same command goes on from here)") from error
 
 
 class _Work(beam.DoFn):
-    """A task on one chunk after the other, with a worker of its own."""
+    """Runs a task on one chunk after the other, with its own worker."""
 
     def __init__(self, task: Task, settings: PrepareSettings, output: str):
         self._task, self._settings, self._output = task, settings, output

@@ -1,4 +1,4 @@
-"""Loads the data of a run by its config: the tokenizer, and rows by index, either prepared or packed at start."""
+"""Loads the data that a config names: the tokenizer, and rows by index, either prepared or packed at the start."""
 
 from collections.abc import Iterator
 
@@ -23,8 +23,8 @@ def load_dataset(
 ) -> tuple[Tokenizer, RowSource]:
     """The tokenizer and the rows that config.data names; rows that are not prepared are packed in memory.
 
-    The tokenizer that the run trained when it began, in `workdir`, is used instead of training another, and the file
-    `default_tokenizer` where neither the config nor the run has one.
+    A tokenizer that the run trained at its start, in `workdir`, is used instead of training another; the file
+    `default_tokenizer` is used if neither the config nor the run has one.
     """
     data, saved = config.data, find_tokenizer_file(epath.Path(workdir)) if workdir else None
     if data.tokenizer and not epath.Path(data.tokenizer).is_file():
@@ -88,7 +88,7 @@ def _open_prepared(
 def read_rows(config: ml_collections.ConfigDict, path: str, tokenizer: Tokenizer, key: str) -> RowSource:
     """Rows of other data in the format of the run's; rows that are not prepared are packed in memory.
 
-    The path, of the config key `key`, is one prepared directory, or what data.path may name else.
+    The path, from the config key `key`, is one prepared directory, or anything else that data.path may name.
     """
     if not is_prepared(path):
         data = config.data.copy_and_resolve_references()

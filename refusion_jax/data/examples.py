@@ -1,7 +1,7 @@
 """Examples of text, from records of JSON or tables; records that cannot be used carry a reason.
 
-A record is, whichever it has the fields of first: a prompt and its answer, Alpaca's instruction, input and output, a
-conversation, or a text.
+A record is the first of these whose fields it has: a prompt and its answer; Alpaca's instruction, input and output; a
+conversation; a text.
 """
 
 import codecs
@@ -20,21 +20,21 @@ QUERY_FIELDS = ("query", "question", "prompt")
 RESPONSE_FIELDS = ("response", "answer", "completion")
 TEXT_FIELDS = ("text",)
 CONVERSATION_FIELDS = ("messages", "conversations")
-SYSTEM_FIELD = "system"  # of a prompt or conversation: what it begins with
+SYSTEM_FIELD = "system"  # the beginning of a prompt or conversation
 ALPACA_FIELDS = ("instruction", "input", "output")
-# Which answers were written upon, and the model would not be told of: OpenOrca has the third, Dolly and SQuAD the last.
+# Answers are based on these, which the model would not see: OpenOrca has the third, Dolly and SQuAD the last.
 LOST_FIELDS = ("tools", "history", "system_prompt", "context")
 KNOWN_FIELDS = {*QUERY_FIELDS, *RESPONSE_FIELDS, *TEXT_FIELDS, *CONVERSATION_FIELDS, SYSTEM_FIELD, *ALPACA_FIELDS}
 KNOWN_FIELDS |= {*LOST_FIELDS}
 
-OPENING = 1 << 12  # bytes of a text by which it is held out or not, however it is cut
+OPENING = 1 << 12  # bytes of a text that decide whether it is held out, however it is cut
 
 Messages = tuple[tuple[str, str], ...]  # (role, content) of each turn
 
 
 @dataclasses.dataclass(frozen=True)
 class Line:
-    """A line of a file that is read from `start` on; its line number in the file is counted only on demand."""
+    """A line of a file read from `start` on; its line number in the file is counted only on demand."""
 
     path: str
     start: int  # byte at which reading began, itself the beginning of a line
@@ -60,12 +60,12 @@ class Example:
 
     prompt: str | Messages | None
     response: str
-    where: str | Line  # for messages, file:line
+    where: str | Line  # file:line, for messages
     starts: bool = True  # False in the later parts of a text that is read in several
     ends: bool = True  # False in all parts but the last
-    opening: bytes = b""  # of a later part: the first OPENING bytes of the text; of all answers: their conversation
-    url: str = ""  # where it is from, if the record says so
-    language: str = ""  # its code, where it was looked for
+    opening: bytes = b""  # for later parts: the first OPENING bytes of the text; for all answers: their conversation
+    url: str = ""  # its source, if the record has one
+    language: str = ""  # its code, if detected
 
     @property
     def texts(self) -> list[str]:
@@ -75,7 +75,7 @@ class Example:
 
     @property
     def characters(self) -> int:
-        """How many its texts have."""
+        """Number of characters of its texts."""
         return sum(map(len, self.texts))
 
     def map(self, change: Callable[[str], str]) -> "Example":
@@ -94,18 +94,18 @@ class Bad:
     where: str | Line
     reason: str
     kind: str = "malformed"  # reasons are counted by it
-    by_filter: bool = False  # left out on purpose; the reason is how it begins
+    by_filter: bool = False  # left out on purpose; the reason is then its beginning
 
 
 @dataclasses.dataclass(frozen=True)
 class Fields:
-    """Which parts of a record to read; an empty name of a field stands for the known ones."""
+    """Which parts of a record to read; an empty field name stands for the known names."""
 
     query: str = ""
     response: str = ""
     text: str = ""
-    flag: str = "--config.data."  # how the flags that set them begin, for messages
-    turns: str = "last"  # of a conversation that are answers: last | all
+    flag: str = "--config.data."  # prefix of the flags that set them, for messages
+    turns: str = "last"  # which turns of a conversation are answers: last | all
 
 
 class _Part(pydantic.BaseModel):
@@ -119,12 +119,12 @@ _UNREAD = ("tool_calls", "function_call", "reasoning_content", "thinking")  # of
 
 
 class _Turn(pydantic.BaseModel):
-    """A turn of a conversation, in OpenAI's words or in ShareGPT's."""
+    """A turn of a conversation, in OpenAI's format or in ShareGPT's."""
 
     @pydantic.model_validator(mode="before")
     @classmethod
     def _nothing_is_lost(cls, turn: Any) -> Any:
-        """Refuses what a model would learn another text without; fields of null are left out."""
+        """Refuses fields without which a model would learn a different text; null fields are left out."""
         if not isinstance(turn, dict):
             raise ValueError("must be an object")
         if lost := next((name for name in _UNREAD if turn.get(name)), None):
@@ -144,7 +144,7 @@ class _Turn(pydantic.BaseModel):
 
 
 _TALK = "not a conversation"  # a kind of Bad
-_MOST_TURNS = 1000  # of which all answers are trained: each holds all turns before it
+_MOST_TURNS = 1000  # if all answers are trained: each one holds all turns before it
 _ROLES = {"human": "user", "gpt": "assistant"}  # ShareGPT's
 _TURNS = pydantic.TypeAdapter(list[_Turn])
 
@@ -168,7 +168,7 @@ def decode(raw: bytes, where: str | Line) -> str | Bad:
 def to_examples(item: Any, where: str | Line, fields: Fields) -> list[Example | Bad]:
     """The examples in a record: one, or one for each answer of a conversation.
 
-    Where the user has named fields, only of the kinds that they belong to. A field of null is none.
+    If the user has named fields, only the kinds with these fields are read. A null field counts as missing.
     """
     if not isinstance(item, dict):
         return [Bad(where, "must be an object with text fields", "not an object")]
@@ -196,7 +196,7 @@ def to_examples(item: Any, where: str | Line, fields: Fields) -> list[Example | 
 
 
 def checked(prompt: str | Messages | None, response: Any, where: str | Line, **parts: Any) -> Example | Bad:
-    """An example with some answer that is text; `parts` are further fields of it."""
+    """An example, or Bad if its answer is empty or not text; `parts` are its further fields."""
     if not isinstance(response, str):
         return Bad(where, "prompt and answer must be text", "not text")
     if not response:
@@ -205,7 +205,7 @@ def checked(prompt: str | Messages | None, response: Any, where: str | Line, **p
 
 
 def _from_pair(item: dict, query: Any, response: Any, where: str | Line, fields: Fields) -> list[Example | Bad]:
-    """A prompt and its answer, of which either may be turns."""
+    """A prompt and its answer, either of which may be given as turns."""
     system = item.get(SYSTEM_FIELD)
     if response == []:
         return [checked(None, "", where)]
@@ -221,7 +221,7 @@ def _from_pair(item: dict, query: Any, response: Any, where: str | Line, fields:
 
 
 def _from_turns(item: dict, turns: Any, where: str | Line, fields: Fields) -> list[Example | Bad]:
-    """The last turn, which must be the assistant's, or every one of the assistant's, with all turns before it."""
+    """The last turn, which must be the assistant's, or all of the assistant's turns, each with all turns before it."""
     if why := _loss(item):
         return [Bad(where, why, _TALK)]
     system = item.get(SYSTEM_FIELD)
@@ -244,7 +244,7 @@ def _from_turns(item: dict, turns: Any, where: str | Line, fields: Fields) -> li
 
 
 def _loss(item: dict) -> str:
-    """Why a record cannot be used: its answers rest on a field that the model would not see; empty if it can."""
+    """Why a record cannot be used: its answers depend on a field that the model would not see; empty if it can."""
     lost = next((name for name in LOST_FIELDS if item.get(name) not in (None, [], "", "[]")), None)
     return f"{lost} would be left out; write what it says into messages" if lost else ""
 

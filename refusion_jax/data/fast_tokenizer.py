@@ -19,11 +19,11 @@ from refusion_jax.distributed.storage import read_file
 MASK_TOKEN = "<|mask|>"  # ReFusion's on Qwen3's vocabulary
 THINKING = {"unset": None, "true": True, "false": False}  # of `enable_thinking`, which some chat templates ask for
 _KINDS = ("bos", "eos", "pad")
-# How vocabularies of bytes write them: those that can be printed as they are, the others by letters from 256 on.
+# How byte-level vocabularies write bytes: printable ones as they are, the others as characters from 256 on.
 _PRINTED = {*range(33, 127), *range(161, 173), *range(174, 256)}
 _BYTES = {chr(byte): byte for byte in _PRINTED}
 _BYTES |= {chr(256 + number): byte for number, byte in enumerate(sorted({*range(256)} - _PRINTED))}
-# Classes whose vocab.json and merges.txt are Qwen2's, and how these cut a text before they merge bytes.
+# Classes with vocab.json and merges.txt like Qwen2's, and how they split a text before merging bytes.
 _QWEN2 = ("Qwen2Tokenizer", "Qwen2TokenizerFast", "DreamTokenizer")
 _WORDS = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -44,7 +44,7 @@ class _Config(pydantic.BaseModel):
     added_tokens_decoder: dict[int, _Token] = {}
     chat_template: str | None = None
     enable_thinking: bool | None = None  # ours: how a model was trained
-    add_bos_token: bool | None = None  # whether texts begin with it; None: as tokenizer.json has it
+    add_bos_token: bool | None = None  # whether texts begin with it; None: as tokenizer.json says
     bos_token: _Token | str | None = None
     eos_token: _Token | str | None = None
     pad_token: _Token | str | None = None
@@ -55,7 +55,7 @@ class _Config(pydantic.BaseModel):
 
     @property
     def special(self) -> dict[str, str]:
-        """The special tokens that it names, as templates know them."""
+        """The special tokens that it names, by the names that templates use."""
         named = {name: getattr(self, name) for name in type(self).model_fields if name.endswith("_token")}
         return {name: getattr(token, "content", token) for name, token in named.items() if token is not None}
 
@@ -63,18 +63,18 @@ class _Config(pydantic.BaseModel):
 class FastTokenizer(Tokenizer):
     """A tokenizer.json, or a vocab.json and merges.txt, with the tokenizer_config.json in its directory.
 
-    Where it has no mask token one is added after its vocabulary, as ReFusion does with Qwen3's. A prompt becomes the
-    turn of a user in the chat template, or stays as it is where there is none. Special tokens are never produced from
-    the text of an answer, but a template's own are.
+    If it has no mask token, one is added after its vocabulary, as ReFusion does with Qwen3's. A prompt becomes the turn
+    of a user in the chat template, or stays as it is if there is none. Text of an answer is never encoded as special
+    tokens, but those that a template writes are.
     """
 
     def __init__(self, path: epath.Path, mask_piece: str | int, thinking: bool | None = None):
         """Reads the files, of which `path` is tokenizer.json or vocab.json.
 
         Args:
-          mask_piece: the mask token, by its name or its id; MASK_PIECE, or an id that has no token: what the files say.
+          mask_piece: the mask token, by its name or its id; MASK_PIECE, or an id without a token: what the files say.
           thinking: `enable_thinking` of the chat template. None: that of tokenizer_config.json, where the tokenizer of
-            a run keeps it; if it has none, the template does not get that name.
+            a run keeps it; if it has none, the variable is not defined for the template.
         """
         self._path, self.left_out = path, {}
         file = path.with_name("tokenizer_config.json")
@@ -86,7 +86,7 @@ class FastTokenizer(Tokenizer):
             raise
         except Exception as error:  # it raises nothing more precise
             raise UserError(f"{path} is not a Hugging Face tokenizer: {first_line(error)}") from error
-        self._tokenizer.no_truncation()  # of a file for other uses: texts are never cut or filled up here
+        self._tokenizer.no_truncation()  # which a file may ask for: texts are never cut or padded here
         self._tokenizer.no_padding()
         if thinking not in (None, config.enable_thinking):
             self._change_config(enable_thinking=thinking)
@@ -109,7 +109,7 @@ class FastTokenizer(Tokenizer):
         # SmolLM2, among others, names a bos token that never begins a text.
         begins = self._tokenizer.encode("").ids[:1] == [bos_id]
         self.bos_id = bos_id if (begins if config.add_bos_token is None else config.add_bos_token) else -1
-        self.pad_id = -1 if pad_id == self.eos_id else pad_id  # no decoder writes padding, and each has to write EOS
+        self.pad_id = -1 if pad_id == self.eos_id else pad_id  # decoders never write padding, but must write EOS
         self.mask_id = self._find_mask(mask_piece)
         (self._letter,) = self.encode(["a"])
 
@@ -117,9 +117,9 @@ class FastTokenizer(Tokenizer):
         self._config_content = json.dumps(json.loads(self._config_content) | changed, indent=2).encode() + b"\n"
 
     def _end_as_in_turns(self, ends: Any) -> None:
-        """Of several tokens that end a text, makes EOS that which the chat template writes after an answer.
+        """If several tokens end a text, makes the one that the chat template writes after an answer the EOS.
 
-        Gemma 3's tokenizer names another, which ends documents alone: adapted to that, a model goes on after turns.
+        Gemma 3's tokenizer names another one, which ends only documents: with it, a model would go on after its turn.
         """
         if isinstance(ends, list):
             turns = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "!"}]
@@ -130,7 +130,7 @@ class FastTokenizer(Tokenizer):
                 self._change_config(eos_token=end)
 
     def _find_mask(self, given: str | int) -> int:
-        """The mask token; one of its own is added where there is none."""
+        """The mask token, which is added to the vocabulary if there is none."""
         if isinstance(given, int):
             given = self._tokenizer.id_to_token(given) if 0 <= given < self.size else None
         elif given not in (MASK_PIECE, MASK_TOKEN) and self._tokenizer.token_to_id(given) is None:
@@ -173,7 +173,7 @@ class FastTokenizer(Tokenizer):
             turns = text if isinstance(text, tuple) else (("user", text),)
             messages = [{"role": role, "content": content} for role, content in turns]
             rendered.append("" if text is None else self.render_chat(messages))
-        for turns, whole in zip(texts, rendered, strict=True):  # of none where the template refuses one
+        for turns, whole in zip(texts, rendered, strict=True):  # empty if the template refuses it
             for role, content in turns if isinstance(turns, tuple) else ():
                 if content.strip() not in whole:
                     self.left_out[role] = self.left_out.get(role, 0) + 1
@@ -187,13 +187,13 @@ class FastTokenizer(Tokenizer):
         answer_begun: bool = False,
         tools: list[dict[str, Any]] | None = None,
     ) -> str:
-        """Turns of a conversation as the text that the model continues; to be encoded by `encode_chat`.
+        """Renders a conversation as the text that the model continues; to be encoded by `encode_chat`.
 
         Args:
           messages: {"role", "content"} each; also with "tool_calls", whose arguments are objects.
           thinking: `enable_thinking` of the template; None: as in training.
-          answer_begun: the last message is the beginning of the answer, else the answer begins after all of them.
-          tools: functions that the template tells the model of, in OpenAI's form.
+          answer_begun: the last message is the beginning of the answer; otherwise the answer begins after all of them.
+          tools: functions that the template presents to the model, in OpenAI's form.
         """
         variables = self._special | {"messages": messages, "add_generation_prompt": not answer_begun}
         variables |= {"tools": tools or None, "documents": None}  # None is none, as in transformers
@@ -205,11 +205,11 @@ class FastTokenizer(Tokenizer):
             return text
         begun = messages[-1]["content"]
         at = text.rfind(begun.strip())
-        whole = text[at:].startswith(begun)  # else the template has cut space off its end
+        whole = text[at:].startswith(begun)  # otherwise the template has stripped its end
         return text[:at] + (begun if whole else begun.rstrip())
 
     def encode_chat(self, texts: list[str]) -> list[list[int]]:
-        """Token ids of rendered conversations, whose special tokens are meant."""
+        """Token ids of rendered conversations, in which names of special tokens stand for these."""
         return self._encode(texts, as_text=False)
 
     def decode(self, ids: list[int]) -> str:
@@ -232,7 +232,7 @@ def read_ends(model: epath.Path) -> Any:
 
 
 def _read_tokenizer(path: epath.Path, config: _Config) -> tokenizers.Tokenizer:
-    """The tokenizer in tokenizer.json, or of vocab.json and merges.txt, as ReFusion and Dream are released."""
+    """The tokenizer from tokenizer.json, or from vocab.json and merges.txt, as in releases of ReFusion and Dream."""
     content = read_file(path).decode()
     if path.name != "vocab.json":
         return tokenizers.Tokenizer.from_str(content)
@@ -275,9 +275,9 @@ def find_tokenizer_file(directory: epath.Path) -> epath.Path | None:
 
 
 def first_difference(one: Tokenizer, other: Tokenizer) -> int | None:
-    """The first id that two tokenizers both have, and that is another text to each; None if there is none.
+    """The first id that two tokenizers have in common, but for different texts; None if there is none.
 
-    Mask tokens may differ: whoever adapts a model chooses one.
+    Mask tokens may differ, because everybody who adapts a model chooses one.
     """
     if one.files == other.files:
         return None
@@ -286,7 +286,7 @@ def first_difference(one: Tokenizer, other: Tokenizer) -> int | None:
 
 
 def tokenizer_hash(tokenizer: Tokenizer) -> str:
-    """A hash of a tokenizer's files: where it is equal, ids mean the same text."""
+    """A hash of a tokenizer's files: if it is equal, ids mean the same text."""
     digest = hashlib.blake2b(digest_size=16)
     for name, content in sorted(tokenizer.files.items()):
         digest.update(f"{name} {len(content)} ".encode() + content)

@@ -1,8 +1,8 @@
 """Filters of `prepare`: named transforms of one example, which leave it out or change its text.
 
-Each depends on the example and its settings only, so it does the same in any worker. They run in the order of `RULES`;
-those of documents judge texts without a prompt, as the papers they are from do. The rules of Gopher and C4 and the
-masking of personal data are datatrove's, the language is found by py3langid.
+Each depends only on the example and its settings, so it does the same in any worker. They run in the order of `RULES`;
+those for documents judge only texts without a prompt, as in the papers they come from. The rules of Gopher and C4 and
+the masking of personal data are datatrove's, the language is detected by py3langid.
 """
 
 import dataclasses
@@ -21,33 +21,33 @@ from refusion_jax.data.ngrams import ngram_hashes
 from refusion_jax.distributed.json_files import read_json_lines
 from refusion_jax.distributed.storage import read_file
 
-_URL = 2000  # characters that are looked at
+_URL = 2000  # characters that are checked
 _DOMAIN = re.compile(r"[\w-]+(\.[\w-]+)*")
-_EXCERPT = 200  # characters of what is left out, for people
-_TEST_WORDS = 13  # in a row, that a text shares with no test (GPT-3, arXiv 2005.14165, appendix C)
-_LONGEST = 1_000_000  # characters of a text that may pass: more than Gopher's 100,000 words, of 10 at most
-_LANGUAGE = 2000  # characters by which it is found
-_LEAST = 0.65  # probability of a language, as datatrove has it
+_EXCERPT = 200  # characters shown of an example that is left out
+_TEST_WORDS = 13  # consecutive words that no text may share with a test (GPT-3, arXiv 2005.14165, appendix C)
+_LONGEST = 1_000_000  # characters of a text at most: more than Gopher's 100,000 words of at most 10
+_LANGUAGE = 2000  # characters from which it is detected
+_LEAST = 0.65  # probability of a language, as in datatrove
 ALL = "all"  # languages
 
-Outcome = Example | str  # what is left of an example, or why nothing is
+Outcome = Example | str  # the filtered example, or why it is left out
 
 
 @dataclasses.dataclass(frozen=True)
 class FilterSettings:
-    """Which filters there are, and what they go by."""
+    """Which filters to apply, and their inputs."""
 
     names: tuple[str, ...] = ()  # of RULES
-    languages: tuple[str, ...] = ()  # to keep, or ALL, which counts them
+    languages: tuple[str, ...] = ()  # to keep; ALL: only count them
     decontaminate: tuple[tuple[str, str], ...] = ()  # files of tests, and their checksums
     blocked_urls: tuple[tuple[str, str], ...] = ()  # files of domains and beginnings of URLs, and their checksums
 
 
 class Filters:
-    """Applies them, one after the other."""
+    """Applies the filters, one after the other."""
 
     def __init__(self, settings: FilterSettings):
-        """Loads what they go by; UserError where a file of theirs cannot be read, or a package is not installed."""
+        """Loads their inputs; UserError if a file cannot be read, or a package is not installed."""
         self.blocked = {line for path, _ in settings.blocked_urls for line in _lines(path)}
         self._steps: dict[str, Callable[[Example], Outcome]] = {}
         if settings.languages:
@@ -65,14 +65,14 @@ class Filters:
         url = example.url[:_URL]
         try:
             host = (urlsplit(url).hostname or "").split(".")
-        except ValueError:  # it is none
+        except ValueError:  # not a URL
             host = []
         domains = (".".join(host[at:]) for at in range(len(host)))
         cuts = (url[:at] for at in range(len(url), 0, -1))
         return not self.blocked.isdisjoint(domains) or not self.blocked.isdisjoint(cuts)
 
     def __call__(self, example: Example) -> Example | Bad:
-        """The example as the filters leave it, or a Bad `by_filter` of the rule as kind and the text's beginning."""
+        """The filtered example, or a Bad `by_filter`, whose kind is the rule and whose reason the text's beginning."""
         if not (example.starts and example.ends):
             reason = "filters see whole documents, and this one is longer than --shard_mib"
             return Bad(example.where, reason, "longer than a shard")
@@ -150,7 +150,7 @@ def _rule(make: str) -> Callable[[Example], Outcome]:
     """A filter of datatrove, for texts without a prompt."""
     with needs("filters"):
         import datatrove.pipeline.filters as rules
-        import spacy  # noqa: F401  which it loads later
+        import spacy  # noqa: F401  the filter loads it later
         from datatrove.data import Document
     rule = getattr(rules, make)()
 
@@ -171,7 +171,7 @@ def _rule(make: str) -> Callable[[Example], Outcome]:
 def _pii() -> Callable[[Example], Outcome]:
     with needs("filters"):
         from datatrove.pipeline.formatters import PIIFormatter
-    # One address each: with several in turn, a text would depend on those before it.
+    # One replacement each: if several took turns, a text would depend on those before it.
     return lambda example: example.map(PIIFormatter(email_replacement="email@example.com", ip_replacement=_IP).format)
 
 
@@ -180,5 +180,5 @@ RULES = {
     "gopher_repetition": functools.partial(_rule, "GopherRepetitionFilter"),  # arXiv 2112.11446, table A1
     "gopher_quality": functools.partial(_rule, "GopherQualityFilter"),  # the same, for English
     "c4": functools.partial(_rule, "C4QualityFilter"),  # JMLR 21:140, for English
-    "pii": _pii,  # writes other e-mail and public IP addresses in place of those in any text
+    "pii": _pii,  # replaces e-mail and public IP addresses in any text
 }

@@ -1,4 +1,4 @@
-"""Data sets of the Hugging Face Hub, read where they are: hf://datasets/ORG/NAME[@REVISION][/FILES]."""
+"""Data sets of the Hugging Face Hub, read remotely: hf://datasets/ORG/NAME[@REVISION][/FILES]."""
 
 from refusion_jax.cli.errors import UserError, first_line, needs
 
@@ -6,7 +6,7 @@ PREFIX = "hf://datasets/"
 
 
 def pinned(pattern: str, flag: str = "--input") -> str:
-    """The pattern, given by a flag, at the commit that the revision, or main, is now: its files stay the same."""
+    """The pattern, given by a flag, pinned to the current commit of its revision (default: main)."""
     if not pattern.startswith("hf://"):
         return pattern
     if not pattern.startswith(PREFIX):
@@ -16,6 +16,6 @@ def pinned(pattern: str, flag: str = "--input") -> str:
     try:
         found = HfFileSystem().resolve_path(pattern)
         commit = HfApi().dataset_info(found.repo_id, revision=found.revision).sha
-    except Exception as error:  # noqa: BLE001  of the Hub, of the network, of a name that is none
+    except Exception as error:  # noqa: BLE001  from the Hub, the network, or for an invalid name
         raise UserError(f"{flag}={pattern}: {first_line(error)}") from error
     return "/".join(filter(None, [f"{PREFIX}{found.repo_id}@{commit}", found.path_in_repo]))

@@ -34,14 +34,14 @@ from refusion_jax.data.examples import (
 )
 from refusion_jax.distributed.json_files import LINE
 
-_LIST = 24 << 20  # bytes of a JSON list, which is read whole: its values may take 50 times as much
-_HELD_OUT = 50  # one file of so many of the standard library is held out
+_LIST = 24 << 20  # bytes of a JSON list, which is read as a whole: its values may take 50 times as much memory
+_HELD_OUT = 50  # one in so many files of the standard library is held out
 _COMPRESSED = {".gz", ".bz2", ".xz", ".zst", ".zip"}
 _STREAMS = {".gz": "gzip", ".bz2": "bz2", ".zst": "zstd"}  # that pyarrow decompresses
 _KINDS = {".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "json", ".parquet": "parquet"}
 _KINDS |= {".warc": "warc", ".wet": "warc"}
 _COMPRESSED_KINDS = {".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "jsonl", ".warc": "warc", ".wet": "warc"}
-_ENDLESS = 1 << 62  # bytes: no file is that long, whatever it is decompressed to
+_ENDLESS = 1 << 62  # bytes: longer than any file, even decompressed
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,8 +52,8 @@ class InputSplit:
     kind: str  # text | jsonl | json | parquet | warc
     start: int  # bytes or row groups
     end: int
-    size: int  # bytes, about
-    source: str = ""  # the --input that names it
+    size: int  # approximate bytes
+    source: str = ""  # the --input that matches it
 
 
 def find_files(pattern: str) -> list[str]:
@@ -68,7 +68,7 @@ def find_files(pattern: str) -> list[str]:
         found = sorted(map(str, _walk(path, ())))
         return [path for path in found if whole(path).kind != "text"] if pattern.startswith(hub.PREFIX) else found
     if not is_remote(pattern):
-        if Path(pattern).is_file():  # whatever is in its name
+        if Path(pattern).is_file():  # even if its name contains * or ?
             return [pattern]
         return [p for p in sorted(glob.glob(pattern, recursive=True)) if Path(p).is_file()]
     if "**" in pattern:
@@ -92,7 +92,7 @@ def _standard_library(held_out: bool) -> list[str]:
 
 
 def _walk(directory: epath.Path, above: tuple[str, ...]) -> Iterator[epath.Path]:
-    """All files below a directory, except hidden ones; a link to a directory above it is passed by."""
+    """All files below a directory, except hidden ones; links to directories above it are skipped."""
     real = str(directory) if is_remote(directory) else os.path.realpath(directory)
     for path in directory.iterdir() if real not in above else ():
         if path.name.startswith("."):
@@ -104,7 +104,7 @@ def _walk(directory: epath.Path, above: tuple[str, ...]) -> Iterator[epath.Path]
 
 
 def whole(path: str) -> InputSplit:
-    """A file as one split. What is compressed is JSON of one value a line, or a web archive."""
+    """A file as one split. Compressed files are JSON Lines or web archives."""
     size = epath.Path(path).stat().length
     *_, inner, last = ["", "", *map(str.lower, Path(path).suffixes)]
     kind, end = _KINDS.get(last, "text"), size
@@ -114,7 +114,7 @@ def whole(path: str) -> InputSplit:
 
 
 def splits_of(path: str, size: int, of_records: int | None = None) -> list[InputSplit]:
-    """A file in splits of about `size` bytes, or, where it holds many records, of about `of_records`.
+    """A file in splits of about `size` bytes or, if it holds many records, of about `of_records`.
 
     A file that cannot be read as its kind is one split.
     """
@@ -137,7 +137,7 @@ def splits_of(path: str, size: int, of_records: int | None = None) -> list[Input
 
 def _row_groups(path: str) -> list[int]:
     """Bytes of each row group; empty if the file cannot be read, which is reported when it is read."""
-    from refusion_jax.data.tables import row_group_sizes  # pyarrow, 60 MB, only where there is such a file
+    from refusion_jax.data.tables import row_group_sizes  # pyarrow, 60 MB, only if there is such a file
 
     try:
         return row_group_sizes(path)
@@ -146,7 +146,7 @@ def _row_groups(path: str) -> list[int]:
 
 
 def read(part: InputSplit, fields: Fields) -> Iterator[Example | Bad]:
-    """The examples of a split, in order; what cannot be read becomes Bad instead of raising."""
+    """The examples of a split, in order; unreadable ones become Bad instead of raising."""
     if part.size == 0:
         yield Bad(part.path, "the file is empty", "empty file")
         return
@@ -199,7 +199,7 @@ def _opened(path: str) -> BinaryIO:
 
 
 def _pass_line(file: io.BufferedReader) -> int:
-    """Bytes to the end of the line."""
+    """Skips to the end of the line, and returns the number of skipped bytes."""
     passed = len(block := file.readline(LINE))
     while len(block) == LINE and not block.endswith(b"\n"):
         passed += len(block := file.readline(LINE))
@@ -217,7 +217,7 @@ def _text(part: InputSplit, fields: Fields) -> Iterator[Example | Bad]:
     text = decode(raw, part.path if start == 0 else f"{part.path}: from byte {start}")
     if isinstance(text, Bad):
         yield text
-    elif "\0" in text:  # UTF-16 without a mark, or no text at all
+    elif "\0" in text:  # UTF-16 without a byte order mark, or not text
         yield Bad(part.path, "holds a byte of 0, as text in UTF-8 does not", "not UTF-8")
     elif start == 0 or text:
         yield checked(None, text, part.path, starts=start == 0, ends=end == size, opening=opening)

@@ -1,4 +1,4 @@
-"""What tokenizers and data sets of rows have in common.
+"""The interfaces of tokenizers and of data sets of rows.
 
 Axis: T row length.
 """
@@ -18,11 +18,11 @@ Encode: TypeAlias = Callable[[list[str]], list[list[int]]]  # token ids of texts
 class Tokenizer(abc.ABC):
     """Converts text to token ids and back. Those with a chat template are `FastTokenizer`s, which can do more."""
 
-    bos_id: int  # that begins a text; -1 where none does
+    bos_id: int  # begins texts; -1: none does
     eos_id: int
-    pad_id: int  # never EOS; -1 where it has none of its own
+    pad_id: int  # never EOS; -1: there is none
     mask_id: int
-    thinking: bool | None = None  # `enable_thinking` of the chat template in training; None: it did not get that name
+    thinking: bool | None = None  # `enable_thinking` of the chat template in training; None: it was not defined
     has_chat_template: bool = False  # whether prompts become turns of a conversation
     left_out: dict[str, int]  # turns that the chat template left out so far, wholly or in part, by role
     _letter: list[int]  # ids of "a"
@@ -43,8 +43,8 @@ class Tokenizer(abc.ABC):
         """Token ids of each text, without special tokens, even where it spells them out."""
 
     def encode_prompts(self, texts: list[str | Messages | None]) -> list[list[int]]:
-        """Token ids of prompts as the model is trained on them: BOS, if any, then the text; None means no prompt."""
-        if isinstance(texts, str):  # whose letters would pass for texts
+        """Token ids of prompts in the form used in training: BOS, if any, then the text; None means no prompt."""
+        if isinstance(texts, str):  # its letters would pass for texts
             raise UserError(f"prompts={texts[:40]!r}: must be a list of texts")
         bos = [self.bos_id] if self.bos_id >= 0 else []
         return [bos + ids for ids in self.encode([plain_prompt(text) for text in texts])]
@@ -54,28 +54,28 @@ class Tokenizer(abc.ABC):
         """Text of token ids, without special tokens."""
 
     def continuation(self, ids: list[int]) -> str:
-        """Text of token ids as it follows other text: some tokenizers' `decode` takes the space off a beginning."""
+        """Text of token ids that follow other text: some tokenizers' `decode` strips a leading space."""
         return self.decode([*self._letter, *ids])[len(self.decode(self._letter)) :]
 
     def encode_inside(self, texts: list[str], encode: Encode | None = None) -> list[list[int]]:
-        """Token ids of texts as they follow other text: some tokenizers' `encode` puts a space before a beginning.
+        """Token ids of texts that follow other text: some tokenizers' `encode` adds a leading space.
 
-        `encode` is by default the tokenizer's own.
+        `encode` is by default the tokenizer's.
         """
         encode = encode or self.encode
         if self.continuation(self._letter) == "a":
             return encode(texts)
-        # No vocabulary joins a character for private use with others, and no normalization takes it away.
+        # No vocabulary merges a private-use character with others, and no normalization removes it.
         before, *whole = encode(["\ue000", *(f"\ue000{text}" for text in texts)])
         return [ids[len(before) :] for ids in whole]
 
     @abc.abstractmethod
     def spelling(self, token: int) -> bytes:
-        """The bytes that a token adds to a text, which may be a part of a character; none for special ones."""
+        """The bytes that a token adds to a text, perhaps only part of a character; empty for special tokens."""
 
     @abc.abstractmethod
     def name_of(self, token: int) -> str:
-        """How the vocabulary spells a token, also a special one."""
+        """How the vocabulary spells a token, including special ones."""
 
 
 def plain_prompt(prompt: str | Messages | None) -> str:
@@ -87,7 +87,7 @@ class RowSource(abc.ABC):
     """A data set of packed rows, with random access."""
 
     row_length: int  # T
-    documents: int  # one that was cut counts in every row
+    documents: int  # a document that was cut counts once per row
     fill: float  # share of positions that hold a real token
 
     @abc.abstractmethod
@@ -99,7 +99,7 @@ class RowSource(abc.ABC):
 
     @property
     def shares(self) -> list[tuple[str, int, float]]:
-        """(name, rows, weight in training) of each part, in the order of rows; a set without parts has no name."""
+        """(name, rows, weight in training) of each part, in the order of rows; the name of a single part is empty."""
         return [("", len(self), 1.0)]
 
     @abc.abstractmethod

@@ -1,8 +1,8 @@
 """Rows by step: a Grain pipeline in which data is a pure function of the global step.
 
 Step s trains on places s * B .. s * B + B - 1 of an endless, seeded order, whatever the number of hosts and devices; so
-a run resumes exactly, on any number of them, and the data's position is the step. The row at a place is a function of
-the seed and the place alone. From each source every row comes once an epoch, in a different order each time.
+a run resumes exactly, on any number of them, and the position in the data is the step. The row at a place depends only
+on the seed and the place. Every row of a source comes once per epoch, in a different order each time.
 
 Axes: B rows of the global batch, H of them that a host reads, T row length.
 """
@@ -30,12 +30,12 @@ class RowOrder:
 
         place            0 1 2 3 4 5 6 7
         source           1 0 1 1 1 0 1 1   a quarter of every stretch is of source 0
-        draw from it     0 0 1 2 3 1 4 5   how often the source came before
-        order[place]     3 1 4 6 7 0 5 2   the first row of the source, and what its shuffle puts at that draw
+        draw from it     0 0 1 2 3 1 4 5   how often the source occurred before
+        order[place]     3 1 4 6 7 0 5 2   the first row of the source, plus its shuffle at that draw
     """
 
     def __init__(self, sizes: Sequence[int], weights: Sequence[float], seed: int):
-        """Takes no time, whatever the sizes (rows of each source); weights are relative to each other."""
+        """Takes constant time, whatever the sizes (rows of each source); weights are relative to each other."""
         self._sizes = list(sizes)
         self._starts = [0, *itertools.accumulate(sizes)][:-1]
         # Grain's permutation of an epoch is computed index by index; the next epoch's is that of the next seed.
@@ -44,7 +44,7 @@ class RowOrder:
         ]
         self._counts = block_counts(weights)  # [sources] of a block
         self._pattern = _spread(self._counts)  # [_BLOCK] source of each place
-        self._before = np.zeros((_BLOCK + 1, len(self._sizes)), np.int64)  # how often each came before a place
+        self._before = np.zeros((_BLOCK + 1, len(self._sizes)), np.int64)  # how often each occurs before a place
         np.cumsum(self._pattern[:, None] == np.arange(len(self._sizes)), axis=0, out=self._before[1:])
 
     def __getitem__(self, place: int) -> int:
@@ -61,7 +61,7 @@ class RowOrder:
 
 
 def block_counts(weights: Sequence[float]) -> np.ndarray:
-    """[sources] int64: the weights as parts of a block, by largest remainder; refuses less than a part."""
+    """[sources] int64: the weights as places of a block, by largest remainder; refuses weights below one place."""
     share = np.asarray(weights, np.float64) / np.sum(weights) * _BLOCK
     counts = np.floor(share).astype(np.int64)
     most = np.argsort(counts - share, kind="stable")[: _BLOCK - int(counts.sum())]
@@ -107,9 +107,9 @@ def host_batches(
 ) -> Iterator[dict[str, np.ndarray]]:
     """Yields one host's part of each step's batch: tokens, segment_ids and is_response, [H, T] each.
 
-    Threads read ahead. Nothing but the `local` rows of a global batch is read, those that this host's devices hold. To
-    begin at `first_step` takes constant time; `last_step` is excluded. Where rows are left out, `batch_of` says which
-    batch of the order a step trains on.
+    Threads read ahead. Only the `local` rows of a global batch are read, those that this host's devices hold. Starting
+    at `first_step` takes constant time; `last_step` is excluded. If rows are left out, `batch_of` says which batch of
+    the order a step trains on.
     """
     order = row_order(rows, seed)
 
@@ -118,7 +118,7 @@ def host_batches(
         return {name: np.stack([row[name] for row in own]) for name in own[0]}
 
     steps = grain.MapDataset.range(first_step, last_step).map(load)
-    # A thread for each step ahead: a bucket takes its time for each row. From a disk 2 threads are as fast as 16.
+    # One thread per step ahead, as buckets have latency for each row. From a disk 2 threads are as fast as 16.
     yield from steps.to_iter_dataset(grain.ReadOptions(num_threads=16, prefetch_buffer_size=16))
 
 
@@ -129,6 +129,6 @@ def row_order(rows: RowSource, seed: int) -> RowOrder:
 
 
 def epochs(rows: RowSource, drawn: int) -> dict[str, float]:
-    """The number of epochs of the data, or of each part of a mixture, after so many rows."""
+    """The number of epochs of the data, or of each part of a mixture, after `drawn` rows."""
     names = [f"epoch_{name}" if name else "epoch" for name, *_ in rows.shares]
     return dict(zip(names, row_order(rows, seed=0).epochs(drawn), strict=True))

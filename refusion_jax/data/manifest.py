@@ -1,4 +1,4 @@
-"""manifest.json, the description of a prepared directory. It is written last, so that it marks finished ones."""
+"""manifest.json, the description of a prepared directory. It is written last, and so marks finished directories."""
 
 import dataclasses
 import hashlib
@@ -24,7 +24,7 @@ class Shard:
 
     file: Annotated[str, Field(pattern=r"^rows-\d+\.array_record$")]  # in the directory of the manifest
     rows: _Count
-    documents: _Count  # that begin here
+    documents: _Count  # number that begin here
     segments: _Count  # parts of documents: a text longer than a row has several
     tokens: _Count  # real ones, without padding
     bytes: _Count
@@ -47,19 +47,19 @@ class Manifest:
     dropped: dict[str, int]  # examples left out, by reason
     held_out: float  # share of documents in DIR/held_out
     input: dict[str, int]  # files, bytes, examples
-    command: str  # that makes the same files again
+    command: str  # the command that creates the same files
     plan: str  # hash of the input files (paths, sizes) and all flags that shape the rows
     shards: tuple[Shard, ...]
     left_out: dict[str, int] = dataclasses.field(default_factory=dict)  # turns that the chat template left out, by role
     sources: dict[str, int] = dataclasses.field(default_factory=dict)  # tokens of each --input, held-out ones included
-    languages: dict[str, int] = dataclasses.field(default_factory=dict)  # documents; "" where it was not looked for
+    languages: dict[str, int] = dataclasses.field(default_factory=dict)  # documents; "": not detected
     lengths: dict[int, int] = dataclasses.field(default_factory=dict)  # documents of at most 2^k tokens, by k
     times: str = ""  # hash of the modification times of the input files
     format: Literal["refusion_jax rows 1"] = "refusion_jax rows 1"
 
 
 def file_checksum(path: epath.PathLike) -> str:
-    """The checksum of a file of rows, as a `Shard` has it; UserError names it where it cannot be read."""
+    """The checksum of a file of rows, as in `Shard`; UserError if it cannot be read."""
     with opened(path) as file:
         return hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16)).hexdigest()
 
@@ -71,7 +71,7 @@ def is_prepared(path: str) -> bool:
 
 
 def read_manifest(path: str | epath.Path) -> Manifest:
-    """The manifest of a finished directory; UserError where `prepare` has not finished, or the file cannot be read."""
+    """The manifest of a finished directory; UserError if `prepare` has not finished, or the file cannot be read."""
     directory = epath.Path(path)
     if not (directory / FILE).exists():
         unfinished = (directory / PROGRESS).exists()

@@ -1,4 +1,4 @@
-"""Hashes of the n-grams of words in a text, for near-duplicates and for parts of test questions.
+"""Hashes of the word n-grams of a text, to find near-duplicates and parts of test questions.
 
 Axes: W words, N n-grams, H hashes.
 """
@@ -18,7 +18,7 @@ _FLIP, _FACTOR = _RANDOM[0], _RANDOM[1] | 1
 
 
 def ngram_hashes(text: str, n: int) -> np.ndarray:
-    """[N] uint64: a hash of each n words in a row, whatever their case and what stands between them."""
+    """[N] uint64: a hash of every n consecutive words, ignoring case and what separates them."""
     words = np.array([zlib.crc32(word.encode()) for word in _WORDS.findall(text.lower())], np.uint64)
     count = max(len(words) - n + 1, 0)
     hashes = np.zeros(count, np.uint64)

@@ -18,21 +18,21 @@ from refusion_jax.cli.errors import UserError
 from refusion_jax.data.examples import Bad, Example
 from refusion_jax.data.interface import RowSource, Tokenizer
 
-BATCH = 1 << 19  # characters tokenized at a time: their ids are Python numbers for a moment, 40 bytes each
-TOO_LONG = "longer than a row"  # the kind of a prompt and its answer that fit in none
-_LONGEST_TOKEN = 128  # characters, on average; few tokens of any vocabulary are as long
-_OVERLONG = Example(None, "", "")  # in place of one that fits in no row, and might take gigabytes to tokenize
+BATCH = 1 << 19  # characters tokenized at a time: their ids are briefly Python numbers of 40 bytes
+TOO_LONG = "longer than a row"  # kind of Bad: a prompt and its answer that fit in no row
+_LONGEST_TOKEN = 128  # characters, on average; in any vocabulary few tokens are that long
+_OVERLONG = Example(None, "", "")  # replaces an example that fits in no row, and might take gigabytes to tokenize
 _HINT = "on_error=skip leaves out what is too long"
 _T = TypeVar("_T")
 
 
 @dataclasses.dataclass(frozen=True)
 class Document:
-    """One document, or in a row a part of one: a prompt, then a response."""
+    """One document, or the part of one that is in a row: a prompt, then a response."""
 
     tokens: np.ndarray  # int32
     prompt_length: int
-    is_text: bool = False  # without a prompt; it may be cut
+    is_text: bool = False  # has no prompt; it may be cut
     starts: bool = True  # False for the later parts of a text that is read in several
 
     def __len__(self) -> int:
@@ -73,7 +73,7 @@ class PackedRows(RowSource):
 
 
 def usable(items: Iterable[_T | Bad], on_error: str) -> list[_T]:
-    """The good ones. A bad one raises UserError (on_error="stop"), or all bad ones are counted and left out."""
+    """The usable items. A bad one raises UserError (on_error="stop"), or bad ones are counted and left out."""
     good, left_out, first = [], 0, ""
     for item in items:
         if not isinstance(item, Bad):
@@ -93,11 +93,11 @@ def usable(items: Iterable[_T | Bad], on_error: str) -> list[_T]:
 def tokenize(
     examples: Sequence[Example], tokenizer: Tokenizer, row_length: int, slice_size: int | None = None
 ) -> Iterator[Document | Bad]:
-    """The document of each example; Bad where the tokenizer refuses it, or a prompt and its answer fit in no row.
+    """The document of each example; Bad if the tokenizer refuses it, or a prompt and its answer fit in no row.
 
-    The tokenizer says how a prompt begins (with bos, or a chat template); a response ends with eos. A text without
-    prompt may be longer than a row. One of more than `slice_size` characters, if that is given, is tokenized in slices,
-    in bounded memory.
+    The tokenizer decides how a prompt begins (with bos, or a chat template); a response ends with eos. A text without
+    prompt may be longer than a row. If `slice_size` is given, longer texts are tokenized in slices of so many
+    characters, in bounded memory.
     """
     most = _LONGEST_TOKEN * row_length
     read = [example if example.prompt is None or example.characters <= most else _OVERLONG for example in examples]
@@ -132,14 +132,14 @@ def tokenize(
 
 
 def _encode_parts(parts: Sequence[tuple[str, bool]], tokenizer: Tokenizer) -> list[list[int]]:
-    """Token ids of parts of texts, each with whether its text begins with it."""
+    """Token ids of (part of a text, whether the text begins with it)."""
     begin = iter(tokenizer.encode([text for text, begins in parts if begins]))
     go_on = iter(tokenizer.encode_inside([text for text, begins in parts if not begins]))
     return [next(begin if begins else go_on) for _, begins in parts]
 
 
 def _encode_prompts(examples: Sequence[Example], tokenizer: Tokenizer) -> list[list[int] | Bad]:
-    """The prompt of each example as the model is trained on it, or why there is none: a template may refuse it."""
+    """The token ids of each example's prompt, or Bad if the chat template refuses it."""
     prompts = [example.prompt for example in examples]
     try:
         return tokenizer.encode_prompts(prompts)
@@ -151,7 +151,7 @@ def _encode_prompts(examples: Sequence[Example], tokenizer: Tokenizer) -> list[l
 
 
 def batches(items: Iterable[_T], size_of) -> Iterator[list[_T]]:
-    """Groups of at most 4096 items, of which all but the last are not much larger than BATCH together."""
+    """Groups of at most 4096 items, which are not much larger than BATCH in total."""
     group, size = [], 0
     for item in items:
         group.append(item)
@@ -209,8 +209,8 @@ def fit(lengths: Sequence[int], row_length: int) -> list[list[int]]:
 def rows_of(documents: Iterable[Document], row_length: int, text_packing: str = "best_fit") -> list[list[Document]]:
     """The documents of each row, cut where they must be.
 
-    With `text_packing` "best_fit" only texts longer than a row are cut; "split" joins all texts, and cuts every row
-    full. With T = 4 and texts of 3, 6 and 2 tokens, a b and c, the rows are [b b b b], [a a a], [b b c c] or
+    With `text_packing` "best_fit" only texts longer than a row are cut; "split" joins all texts, and cuts them to fill
+    every row. With T = 4 and texts of 3, 6 and 2 tokens, a b and c, the rows are [b b b b], [a a a], [b b c c] or
     [a a a b], [b b b b], [b c c].
     """
     rows, whole, used = [], [], row_length

@@ -1,4 +1,4 @@
-"""`prepare`: cuts the input into chunks, makes a shard of each in several processes, and writes the manifest last.
+"""`prepare`: cuts the input into chunks, turns each into a shard in several processes, and writes the manifest last.
 
 DIR/rows-00000.array_record ...   one for each chunk
 DIR/manifest.json, DIR/dropped.jsonl (dropped examples with place and reason), the files of the tokenizer
@@ -31,17 +31,17 @@ from refusion_jax.data.workers import Runner, Task
 from refusion_jax.distributed.json_files import read_json
 from refusion_jax.distributed.storage import replacing, try_lock, write_file
 
-_DRAWN = 64  # parts of files that make a chunk, if they are shuffled
+_DRAWN = 64  # parts of files in a chunk, if they are shuffled
 
 
 class NothingError(UserError):
-    """The whole input was read without any usable example; running again would not help."""
+    """The whole input has no usable example; running again would not help."""
 
 
 def plan_chunks(patterns: list[str], size: int, shuffle: bool = False) -> list[list[InputSplit]]:
-    """The input in chunks of about `size` bytes, a function of the files alone; what two patterns match comes once.
+    """The input in chunks of about `size` bytes, a function of its files; a file that two patterns match comes once.
 
-    With `shuffle` each chunk consists of parts of files that are drawn from all of them. Refuses what matches no file.
+    With `shuffle` each chunk consists of parts drawn from all files. Refuses patterns that match no file.
     """
     parts: list[InputSplit] = []
     seen: set[str] = set()
@@ -69,19 +69,19 @@ def plan_chunks(patterns: list[str], size: int, shuffle: bool = False) -> list[l
 
 @dataclasses.dataclass(frozen=True)
 class Preparation:
-    """The work of one `prepare`."""
+    """One run of `prepare`."""
 
     chunks: list[list[InputSplit]]  # of the input
     output: epath.Path  # the directory
     settings: PrepareSettings  # what shapes the rows
     tokenizer: Tokenizer  # of the rows
     command: str  # for the manifest
-    runner: Callable[[PrepareSettings, epath.Path], Runner]  # any: the files do not depend on it
-    started: Callable[[str, int], None]  # called with what each pass over the input is for, and its bytes
-    advance: Callable[[int, int], None]  # called with the bytes of each chunk that is done, and its tokens
+    runner: Callable[[PrepareSettings, epath.Path], Runner]  # the files do not depend on it
+    started: Callable[[str, int], None]  # called with the purpose of each pass over the input, and its bytes
+    advance: Callable[[int, int], None]  # called with the bytes and tokens of each finished chunk
 
     def run(self) -> Manifest:
-        """Makes the missing shards, then the manifest; UserError where the input or the directory cannot be used."""
+        """Makes the missing shards, then the manifest; UserError if the input or the directory cannot be used."""
         output, plan = self.output, self._fingerprint()
         if (output / FILE).exists():
             manifest = read_manifest(output)
@@ -108,14 +108,14 @@ class Preparation:
                 raise
 
     def _fingerprint(self) -> str:
-        """A digest of all that the output depends on, without on_error, as finished shards do not depend on it."""
+        """A digest of all that the output depends on, except on_error, on which finished shards do not depend."""
         shape = dataclasses.asdict(self.settings) | {
             "on_error": None,
             "tokenizer": tokenizer_hash(self.tokenizer),
             "mask_piece": None,
             "thinking": None,
         }
-        for bound in ("min_tokens", "max_tokens"):  # which older directories do not know
+        for bound in ("min_tokens", "max_tokens"):  # missing in older directories
             if not shape[bound]:
                 del shape[bound]
         parts = [[dataclasses.astuple(part) for part in chunk] for chunk in self.chunks]
@@ -129,7 +129,7 @@ class Preparation:
         return hashlib.blake2b("\n".join(times).encode(), digest_size=16).hexdigest()
 
     def _make(self) -> list[Report]:
-        """The reports of all chunks, in order; those of chunks that an earlier run has finished are read."""
+        """The reports of all chunks, in order, including those that an earlier run has finished."""
         progress, settings = self.output / PROGRESS, self.settings
         there = {path.name for path in progress.iterdir()}
 
@@ -156,10 +156,10 @@ class Preparation:
                     hint = "--on_error=skip leaves out and counts what is malformed or too long"
                     raise UserError(f"{report.first_bad} ({hint}; shards made so far are kept)")
         done = [progress / f"done-{index:05}.json" for index in range(len(self.chunks))]
-        return [read_json(path, Report, extra="ignore") for path in done]  # of older versions, too
+        return [read_json(path, Report, extra="ignore") for path in done]  # also from older versions
 
     def _finish(self, reports: list[Report], plan: str) -> Manifest:
-        """Writes the tokenizer, the dropped examples and the manifests, that of the whole directory last."""
+        """Writes the tokenizer, the dropped examples and the manifests, that of DIR last."""
         output, settings, tokenizer = self.output, self.settings, self.tokenizer
         counted = {
             name: dict(sum((collections.Counter(getattr(report, name)) for report in reports), collections.Counter()))
@@ -205,7 +205,7 @@ class Preparation:
 
 
 def _check_unfinished(output: epath.Path, begun: dict[str, str]) -> bool:
-    """Whether the directory is new. Refuses one that holds anything but the beginning of the same work."""
+    """Whether the directory is new. Refuses one that holds anything other than the beginning of the same work."""
     if not output.exists() or not any(output.iterdir()):
         return True
     try:
@@ -233,7 +233,7 @@ def _only_one(progress: epath.Path) -> Iterator[None]:
         if not try_lock(lock, progress.parent):
             raise UserError(f"--output={progress.parent}: another `prepare` is writing to it")
         for split in (progress.parent, progress.parent / "held_out"):
-            for left in split.glob(".tmp-*"):  # by one that was killed
+            for left in split.glob(".tmp-*"):  # from a killed process
                 left.unlink()
         yield
 

@@ -20,22 +20,22 @@ from refusion_jax.data.rows import decode_row
 
 
 class PreparedRows(RowSource):
-    """A prepared directory with random access; each file is kept open from when it is first read."""
+    """A prepared directory with random access; each file stays open once it is read."""
 
     def __init__(self, path: str):
-        """Reads the manifest; refuses what is unfinished, or where a file is missing, or has other bytes or rows."""
+        """Reads the manifest; UserError if it is unfinished, or a file is missing or has other bytes or rows."""
         self.path = path
         self.manifest = m = read_manifest(path)
         self.row_length, self.documents, self.fill = m.row_length, m.segments, m.fill
         self._dtype = np.dtype(f"<u{m.token_bytes}")
         directory = epath.Path(path)
-        with ThreadPoolExecutor(16) as threads:  # a bucket takes its time for each
+        with ThreadPoolExecutor(16) as threads:  # buckets have latency for each
             list(threads.map(lambda shard: _check_file(directory / shard.file, shard), self.manifest.shards))
         # One descriptor per file: the soft limit is often 1024.
         hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
         with contextlib.suppress(ValueError, OSError):
             resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-        # With its range a file need not be opened to count its records.
+        # Given its range, a file need not be opened to count its records.
         self._records = ArrayRecordDataSource([f"{directory / s.file}[0:{s.rows}]" for s in self.manifest.shards])
 
     def __len__(self) -> int:
@@ -45,7 +45,7 @@ class PreparedRows(RowSource):
         return decode_row(self.record(index), self.row_length, self._dtype)
 
     def record(self, index: int) -> bytes:
-        """The stored record of a row; UserError where it is damaged."""
+        """The stored record of a row; UserError if it is damaged."""
         try:
             return self._records[index]
         except (ValueError, IndexError, RuntimeError) as error:
@@ -64,9 +64,9 @@ def _check_file(path: epath.Path, shard: Shard) -> None:
         raise UserError(f"{path} has {size} bytes instead of {shard.bytes}; prepare the data again")
     try:
         reader = ArrayRecordReader(str(path))
-        rows = reader.num_records()  # 0 where its end is damaged
+        rows = reader.num_records()  # 0 if its end is damaged
         reader.close()
-    except RuntimeError as error:  # zeros, as a machine that fails may leave
+    except RuntimeError as error:  # zeros, which a machine failure may leave
         raise UserError(f"{path} cannot be read: {first_line(error)}") from error
     if rows != shard.rows:
         raise UserError(f"{path} has {rows} rows instead of {shard.rows}; prepare the data again")
@@ -76,7 +76,7 @@ class MixedRows(RowSource):
     """The concatenation of several sets of rows."""
 
     def __init__(self, parts: Sequence[PreparedRows], names: Sequence[str], weights: Sequence[float]):
-        """Joins sets, with a name of each for the metrics, and its share in training relative to the others."""
+        """Joins sets, each with a name for the metrics and a share in training relative to the others."""
         self._parts, self._names, self._weights = list(parts), list(names), [float(weight) for weight in weights]
         self._ends = list(itertools.accumulate(map(len, parts)))
         self.row_length, self.documents = parts[0].row_length, sum(part.documents for part in parts)

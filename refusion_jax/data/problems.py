@@ -25,9 +25,9 @@ class ProblemFamily:
     """A kind of problem."""
 
     make: Callable[[random.Random], str]  # draws a query
-    solve: Callable[[str], str]  # its one right answer
+    solve: Callable[[str], str]  # returns its one right answer
     share: int = 1  # of the training mixture; the harder ones are practised more often
-    asks: Callable[[str], str] = lambda query: query  # the same for queries that ask the same, also of other families
+    asks: Callable[[str], str] = lambda query: query  # equal for queries that ask the same, even of other families
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,5 +51,5 @@ class Mixture:
 
 
 def split_of(question: str) -> str:
-    """The split of what is asked, by its hash; one in ten belongs to the test."""
+    """The split of a question, by its hash; one in ten belongs to the test."""
     return "test" if hashlib.blake2b(question.encode(), digest_size=1).digest()[0] < 26 else "train"

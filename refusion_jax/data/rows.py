@@ -2,11 +2,11 @@
 
 A record, little endian:
 
-    uint32          CRC-32 of all that follows, for others: ArrayRecord compares a checksum of its own
+    uint32          CRC-32 of all that follows, for other readers: ArrayRecord compares its own checksum
     uint32          number of documents D
     uint32 x D      tokens of each document, one after the other from the start of the row
     uint32 x D      how many of them are its prompt
-    uint16|uint32   the tokens; what is missing to a whole row is padding
+    uint16|uint32   the tokens; the rest of the row is padding
 
 Segment ids and positions follow from the lengths, so they take no room.
 
@@ -19,12 +19,12 @@ import numpy as np
 
 
 def token_type(vocabulary: int) -> np.dtype:
-    """The dtype of stored tokens: two bytes if they hold every id, else four."""
+    """The dtype of stored tokens: two bytes if that is enough for every id, else four."""
     return np.dtype("<u2" if vocabulary <= 1 << 16 else "<u4")
 
 
 def encode_row(tokens: np.ndarray, lengths: list[int], prompt_lengths: list[int]) -> bytes:
-    """The record of a row: tokens [at most T] of `token_type`, [D] tokens of each document, [D] of which its prompt."""
+    """The record of a row: tokens [at most T] of `token_type`, lengths [D] of documents, and [D] of their prompts."""
     body = np.array([len(lengths), *lengths, *prompt_lengths], "<u4").tobytes() + tokens.tobytes()
     return zlib.crc32(body).to_bytes(4, "little") + body
 

@@ -1,7 +1,7 @@
 """The work of a `prepare` process: turns one chunk of the input into one shard of rows, in bounded memory.
 
-What a worker makes of a chunk depends on the chunk and the settings only, and is written whole or not at all: it does
-not matter which worker makes it, where, when, or how often.
+A worker's output depends only on the chunk and the settings, and is written as a whole or not at all: it does not
+matter which worker makes it, where, when, or how often.
 """
 
 import collections
@@ -30,15 +30,15 @@ from refusion_jax.data.rows import encode_row, token_type
 from refusion_jax.data.tokenizer import SentencePieceTokenizer
 from refusion_jax.distributed.storage import replacing, write_file
 
-_SAMPLES = 20  # that are told of what a filter leaves out of a chunk for one reason
+_SAMPLES = 20  # reported per chunk and reason of the examples that a filter leaves out
 _PACKED = 1 << 25  # tokens that are packed at a time: 134 MB
 _SLICE = 1 << 16  # characters; a longer text is tokenized in slices
-_OPTIONS = "group_size:1,zstd:1"  # every row is compressed alone, so that reading one reads one
+_OPTIONS = "group_size:1,zstd:1"  # every row is compressed separately, so that reading one row reads only it
 
 
 @dataclasses.dataclass(frozen=True)
 class PrepareSettings:
-    """All that the rows depend on besides the input."""
+    """Everything that the rows depend on, except the input."""
 
     tokenizer: str  # its file
     mask_piece: str
@@ -67,16 +67,16 @@ class Report:
 
     examples: int = 0
     dropped: dict[str, int] = dataclasses.field(default_factory=dict)
-    shards: dict[str, Shard] = dataclasses.field(default_factory=dict)  # by split; none where it got no row
+    shards: dict[str, Shard] = dataclasses.field(default_factory=dict)  # by split; none for a split without rows
     left_out: dict[str, int] = dataclasses.field(default_factory=dict)  # turns, see `Tokenizer`
     sources: dict[str, int] = dataclasses.field(default_factory=dict)  # tokens of each --input
-    languages: dict[str, int] = dataclasses.field(default_factory=dict)  # documents; "" where it was not looked for
+    languages: dict[str, int] = dataclasses.field(default_factory=dict)  # documents; "": not detected
     lengths: dict[int, int] = dataclasses.field(default_factory=dict)  # documents of at most 2^k tokens, by k
-    first_bad: str = ""  # where and why, for messages; with on_error="stop" nothing was written then
+    first_bad: str = ""  # where and why, for messages; with on_error="stop" nothing is written
 
 
 def digest(example: Example) -> bytes:
-    """A 16-byte digest of an example's text; a prompt that is a text and the turn of a user are the same."""
+    """A 16-byte digest of an example's text; equal for a prompt that is a string and for one user turn."""
     prompt = example.prompt
     if isinstance(prompt, tuple) and [role for role, _ in prompt] == ["user"]:
         prompt = prompt[0][1]
@@ -85,7 +85,7 @@ def digest(example: Example) -> bytes:
     return hashlib.blake2b(content, digest_size=16).digest()
 
 
-class _Stopped(Exception):  # noqa: N818  no error of ours
+class _Stopped(Exception):  # noqa: N818  not an error
     """A bad example, with on_error="stop"; nothing is written."""
 
 
@@ -93,7 +93,7 @@ class Worker:
     """Reads, filters, tokenizes and packs one chunk at a time."""
 
     def __init__(self, settings: PrepareSettings, output: str):
-        """Loads the tokenizer, and what the filters go by."""
+        """Loads the tokenizer, and the inputs of the filters."""
         os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the workers are the parallelism
         self._settings, self._output = settings, epath.Path(output)
         self._tokenizer = load_tokenizer_file(settings.tokenizer, settings.mask_piece, settings.thinking)
@@ -102,14 +102,14 @@ class Worker:
             self._tokenizer.threads = 1
 
     def write_keys(self, index: int, chunk: list[InputSplit]) -> Report:
-        """Keeps digests of a chunk's complete examples, by which duplicates are found, exact or near."""
+        """Saves digests of a chunk's complete examples, by which exact and near-duplicates are found."""
         found, before = bytearray(), None
         good = (example for _, example in self._examples(chunk) if isinstance(example, Example))
         for number, example in enumerate(good):
             if example.starts and example.ends:
                 if self._settings.dedup:
                     found += digest(example) + number.to_bytes(8, "little")
-                if self._settings.near_dedup and example.where != before:  # a conversation counts as its first answer
+                if self._settings.near_dedup and example.where != before:  # a conversation counts by its first answer
                     for band in band_digests(example.opening.decode() or "\n".join(example.texts)):
                         found += band + (number | NEAR).to_bytes(8, "little")
                 before = example.where
@@ -124,7 +124,7 @@ class Worker:
         looked = settings.dedup or settings.near_dedup
         repeated = set(duplicates.load(progress, "duplicates", index).tolist()) if looked else set()
         report = Report()
-        self._tokenizer.left_out = report.left_out  # it counts there
+        self._tokenizer.left_out = report.left_out  # the tokenizer counts there
         with replacing(progress / f"dropped-{index:05}.jsonl") as dropped, open(dropped, "w") as file:
 
             def drop(bad: Bad) -> None:
@@ -143,7 +143,7 @@ class Worker:
         return report
 
     def _examples(self, chunk: list[InputSplit]) -> Iterator[tuple[str, Example | Bad]]:
-        """(source, example); one of a blocked URL becomes Bad, so that no duplicate of it is lost with it."""
+        """(source, example); one of a blocked URL becomes Bad first, so that its duplicates elsewhere are kept."""
         for part in chunk:
             for example in read(part, self._settings.fields):
                 is_blocked = (
@@ -154,9 +154,9 @@ class Worker:
     def _documents(
         self, chunk: list[InputSplit], repeated: set[int], report: Report, drop: Callable[[Bad], object]
     ) -> Iterator[tuple[str, Document]]:
-        """The documents of a chunk, each with its split, without the examples whose numbers, or NEAR, are `repeated`.
+        """(split, document) of a chunk, without the examples whose numbers, plain or plus NEAR, are in `repeated`.
 
-        `report` counts what becomes of all examples; of those left out on purpose `drop` gets some of each kind.
+        `report` counts the outcomes of all examples; `drop` gets some of those left out on purpose, of each kind.
         """
         drops, sources, languages, lengths = (collections.Counter() for _ in range(4))
         number, settings, near = 0, self._settings, None
@@ -208,7 +208,7 @@ class Worker:
 
 
 def _split(example: Example, held_out: float) -> str:
-    """The split of a document, by a hash of its content; of what the parts of a text or conversation have in common."""
+    """The split of a document, by a hash of its content, or of what the parts of a text or conversation share."""
     if not held_out:
         return "train"
     if example.opening or example.prompt is None:
@@ -221,7 +221,7 @@ def _split(example: Example, held_out: float) -> str:
 
 
 class _ShardWriter:
-    """Packs documents into a shard, some at a time, so that memory does not grow with what a file decompresses to."""
+    """Packs documents into a shard in parts, so that memory does not grow with the decompressed size of a file."""
 
     def __init__(self, path: Path, settings: PrepareSettings, dtype: np.dtype):
         """Begins a file."""

@@ -17,13 +17,13 @@ from refusion_jax.data.problems import Problem
 
 GENERATED = {"tasks": lambda data: tasks.MIXTURE, "families": lambda data: families.mixture(data.difficulty)}
 HELD_OUT = "held_out"  # as in families:held_out
-_PART = 1 << 20  # bytes of a text, tokenized at a time; any other file is read as one
+_PART = 1 << 20  # bytes of a text tokenized at a time; other files are read as a whole
 _MOST = 1 << 30  # characters
-_FEWER = 100  # held-out problems are a part of so many of the training problems
+_FEWER = 100  # there are so many times fewer held-out problems than training problems
 
 
 def held_out_problems(data: ml_collections.ConfigDict) -> Iterator[Problem]:
-    """The held-out problems of a generated source, by which the losses of all its runs compare."""
+    """The held-out problems of a generated source, on which the losses of all its runs can be compared."""
     return GENERATED[data.path.partition(":")[0]](data).problems("test", -(-data.examples // _FEWER), seed=0)
 
 

@@ -8,10 +8,10 @@ from etils import epath
 
 from refusion_jax.data.examples import KNOWN_FIELDS, Bad, Example, Fields, to_examples
 
-_ROWS = 256  # read at a time, at most
+_ROWS = 256  # most rows read at a time
 _BATCH = 1 << 28  # bytes of a column's longest value times the rows read at a time
 _EXPANDS, _SMALL = 1000, 64 << 20  # a row group larger than _SMALL that expands more than _EXPANDS times is refused
-_VALUE = 256  # bytes that a value of a list takes in Python
+_VALUE = 256  # bytes of a list's value in Python
 
 
 def row_group_sizes(path: str) -> list[int]:
@@ -22,7 +22,7 @@ def row_group_sizes(path: str) -> list[int]:
 
 
 def read_row_groups(path: str, start: int, end: int, fields: Fields) -> Iterator[Example | Bad]:
-    """Examples of the row groups start .. end - 1; Bad for bad rows, and at the end for what cannot be read."""
+    """Examples of the row groups start .. end - 1; Bad for bad rows, and at the end if the rest cannot be read."""
     row = 0
     try:
         with epath.Path(path).open("rb") as file:
@@ -34,15 +34,15 @@ def read_row_groups(path: str, start: int, end: int, fields: Fields) -> Iterator
                 for item in batch.to_pylist():
                     row += 1
                     yield from to_examples(item, f"{path}: row {row}", fields)
-    except Exception as error:  # noqa: BLE001  of a date out of range or a column twice it is none of pyarrow's own
+    except Exception as error:  # noqa: BLE001  dates out of range and repeated columns raise none of pyarrow's own
         reason = " ".join(str(error).split())[:200]
         yield Bad(f"{path}: row {row + 1}", f"not a whole Parquet file: {reason}", "unreadable file")
 
 
 def _rows_at_a_time(metadata: pyarrow.parquet.FileMetaData, groups: range, columns: list[str]) -> int:
-    """How many rows may be in memory at once, were each as long as the metadata lets it be.
+    """How many rows may be in memory at once if each is as long as the metadata allows.
 
-    A row group that was made to exhaust the memory is refused.
+    A row group that is designed to exhaust the memory is refused.
     """
     longest = 1
     for group in map(metadata.row_group, groups):
@@ -53,7 +53,7 @@ def _rows_at_a_time(metadata: pyarrow.parquet.FileMetaData, groups: range, colum
             expanded, stored = column.total_uncompressed_size, column.total_compressed_size
             if expanded > max(_SMALL, _EXPANDS * stored):
                 raise ValueError(f"{stored:,} bytes of {column.path_in_schema} expand to {expanded:,}")
-            values = column.num_values - group.num_rows  # of lists; one row may hold them all
+            values = column.num_values - group.num_rows  # further values of lists; one row may hold them all
             if _VALUE * values > max(_SMALL, _EXPANDS * whole):
                 raise ValueError(f"{whole:,} bytes hold {column.num_values:,} values of {column.path_in_schema}")
             longest = max(longest, expanded)
@@ -61,7 +61,7 @@ def _rows_at_a_time(metadata: pyarrow.parquet.FileMetaData, groups: range, colum
 
 
 def _may_be_read(table: pyarrow.parquet.ParquetFile, name: str, fields: Fields) -> bool:
-    """Whether to read a column: it holds text, or is looked at, whatever it holds. Others cost time and memory."""
+    """Whether to read a column: it holds text, or its mere presence matters. Others would cost time and memory."""
     kind = table.schema_arrow.field(name).type
     is_text = pyarrow.types.is_string(kind) or pyarrow.types.is_large_string(kind)
     return is_text or name in {*KNOWN_FIELDS, fields.query, fields.response, fields.text}

@@ -17,21 +17,21 @@ _MOST_LINES = 500_000  # enough for any vocabulary of ours; more only takes long
 class SentencePieceTokenizer(Tokenizer):
     """A sentencepiece model with the four special tokens.
 
-    By a model of `train` encoding loses nothing (unknown characters become byte pieces) but for U+2581, which
+    With a model from `train`, encoding is lossless (unknown characters become byte pieces) except for U+2581, which
     sentencepiece itself uses for the space. Special tokens are never produced from text: "<mask>" in a document is six
     ordinary characters.
     """
 
     def __init__(self, model: bytes, origin: str, mask_piece: str | int = MASK_PIECE):
-        """Wraps the content of a model's file, `origin` in messages; the mask token is named by its piece or its id."""
+        """Wraps the content of a model's file, `origin` in messages; `mask_piece` is the mask token's piece or id."""
         self.model, self.left_out = model, {}
-        self.threads = -1  # that encode; -1: one a core
-        if not model:  # which the library takes, and complains of at every call
+        self.threads = -1  # for encoding; -1: one per core
+        if not model:  # the library accepts it, and then fails in every call
             raise UserError(f"{origin} is not a sentencepiece model: it is empty")
         try:
             self._pieces = sentencepiece.SentencePieceProcessor(model_proto=model)
             self._pieces.decode(list(range(self.size)))  # each piece is text
-        except (RuntimeError, UnicodeDecodeError) as error:  # the latter also where its own message quotes the file
+        except (RuntimeError, UnicodeDecodeError) as error:  # the latter also if its own message quotes the file
             raise UserError(f"{origin} is not a sentencepiece model") from error
         self.bos_id, self.eos_id, self.pad_id = self._pieces.bos_id(), self._pieces.eos_id(), self._pieces.pad_id()
         if isinstance(mask_piece, int):
@@ -53,7 +53,7 @@ class SentencePieceTokenizer(Tokenizer):
         """Trains byte-pair pieces with byte fallback on texts; same texts, same tokenizer.
 
         At most `vocab_size` pieces, of which 261 are bytes and special tokens; a small corpus yields fewer. UserError
-        where that is too few for the corpus.
+        if that is too few for the corpus.
         """
         lines = (line for text in texts for line in text.splitlines(keepends=True))
         pieces = [line[i : i + _LONGEST_LINE] for line in lines for i in range(0, len(line), _LONGEST_LINE)]
@@ -66,7 +66,7 @@ class SentencePieceTokenizer(Tokenizer):
                 model_type="bpe",
                 vocab_size=vocab_size,
                 hard_vocab_limit=False,
-                max_sentence_length=4 * _LONGEST_LINE,  # bytes; longer ones would be skipped without a word
+                max_sentence_length=4 * _LONGEST_LINE,  # bytes; longer ones would be skipped silently
                 character_coverage=0.9995,
                 byte_fallback=True,
                 split_digits=True,  # one token a digit: arithmetic is learnable

@@ -11,10 +11,10 @@ _LONGEST = 1 << 24  # bytes of a record
 
 
 def read_archive(path: str, fields: Fields) -> Iterator[Example | Bad]:
-    """Texts of WET records, and of the main part of WARC's HTML pages; other records are passed by.
+    """Texts of WET records, and of the main part of WARC's HTML pages; other records are skipped.
 
     Raises:
-      OSError: where the file is damaged.
+      OSError: if the file is damaged.
     """
     with needs("archives"):
         from fastwarc.warc import ArchiveIterator, WarcRecordType
@@ -26,7 +26,7 @@ def read_archive(path: str, fields: Fields) -> Iterator[Example | Bad]:
             is_text = record.record_type == WarcRecordType.conversion
             is_page = record.record_type == WarcRecordType.response and "html" in (record.http_content_type or "")
             raw = record.reader.read(_LONGEST + 1) if is_text or is_page else b""
-            if record.record_type == WarcRecordType.unknown:  # as those whose lines do not end as they must
+            if record.record_type == WarcRecordType.unknown:  # such as records with wrong line endings
                 yield Bad(where, "a record of no WARC-Type that is known", "unreadable file")
             elif len(raw) > _LONGEST:
                 yield Bad(where, f"a record of more than {_LONGEST >> 20} MiB", "too long a record")

@@ -1,4 +1,4 @@
-"""Runs the tasks of workers: the interface of all runners, and the one with processes of this machine."""
+"""Runs the tasks of workers: the interface of all runners, and the runner with processes of this machine."""
 
 import abc
 import contextlib
@@ -27,12 +27,12 @@ class Runner(contextlib.AbstractContextManager):
         """The report of every chunk, in order."""
 
     def mark_repeated(self, progress: epath.Path, chunks: int) -> None:
-        """Finds and keeps the repeated documents of all chunks."""
+        """Finds and saves the repeated documents of all chunks."""
         duplicates.mark_repeated(progress, chunks)
 
 
 class Processes(Runner):
-    """Processes of this machine; with one, or one chunk, this process. They end with their parent."""
+    """Processes of this machine, or this process if `count` or the chunks are one. They end with their parent."""
 
     def __init__(self, settings: PrepareSettings, output: epath.Path, *, count: int):
         """Starts nothing yet."""
@@ -42,16 +42,16 @@ class Processes(Runner):
 
     def __exit__(self, kind, *_) -> None:
         for process in list((self._executor._processes or {}).values()) if kind else ():
-            process.terminate()  # after an error nobody waits for the chunks that are under way
+            process.terminate()  # after an error, do not wait for unfinished chunks
         self._executor.shutdown(cancel_futures=True)
 
     def run(self, task: Task, chunks: dict[int, list[InputSplit]]) -> Iterator[Report]:
-        """The report of every chunk, in order; UserError where a process died."""
+        """The report of every chunk, in order; UserError if a process died."""
         if min(self._count, len(chunks)) <= 1:
             worker = Worker(*self._given)
             yield from (task(worker, index, chunk) for index, chunk in chunks.items())
             return
-        # Workers inherit that SIGINT is blocked: Ctrl-C reaches them, too, and an idle one would print a traceback.
+        # Workers inherit the blocked SIGINT: Ctrl-C reaches them, too, and an idle one would print a traceback.
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         try:
             try:

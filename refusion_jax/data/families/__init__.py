@@ -3,7 +3,7 @@
 `mixture(difficulty)` has sums and products without and with their steps, operations on lists, look-ups among many keys,
 repair of brackets and of JSON, paths through a maze and Latin squares (where what is known first stands anywhere),
 short programs with their output, and gaps between fixed text. At difficulty 1 a model of a million parameters learns
-most of them; each one more makes numbers, lists, mazes and programs longer.
+most of them; every further level makes numbers, lists, mazes and programs longer.
 """
 
 import functools
@@ -12,7 +12,7 @@ from collections.abc import Callable
 from refusion_jax.data.families import arithmetic, language, puzzles
 from refusion_jax.data.problems import Mixture, ProblemFamily
 
-MOST = 5  # of the difficulties
+MOST = 5  # highest difficulty
 
 
 def mixture(difficulty: int) -> Mixture:

@@ -4,7 +4,7 @@ import functools
 import random
 import re
 
-_FACTORS = ((2, 1), (3, 1), (2, 2), (3, 2), (3, 3))  # digits of the two, by difficulty
+_FACTORS = ((2, 1), (3, 1), (2, 2), (3, 2), (3, 3))  # digits of the two factors, by difficulty
 _STEPS = " by steps"
 
 
@@ -64,14 +64,14 @@ _OPERATIONS = {
 
 
 def make_list(rng: random.Random, level: int) -> str:
-    """Digits, and as many operations as the difficulty, at most one of which doubles the list."""
+    """A list of digits, and `level` operations, at most one of which doubles the list."""
     items = [rng.randrange(10) for _ in range(rng.randint(4, 4 + level))]
     operations = rng.sample(list(_OPERATIONS), min(level, len(_OPERATIONS)))
     return f"{' '.join(map(str, items))}: {', '.join(operations)}="
 
 
 def solve_list(query: str) -> str:
-    """The operations one after the other."""
+    """The list after all operations, or `none` if it is empty."""
     digits, operations = query[:-1].split(": ")
     items = [int(digit) for digit in digits.split()]
     for operation in operations.split(", "):

@@ -12,7 +12,7 @@ _PAIRS = {"(": ")", "[": "]", "{": "}"}
 def make_lookup(rng: random.Random, level: int) -> str:
     """Keys with numbers, four more for each difficulty, of which two are asked for.
 
-    A key has a space before and after it, here and there: so it is the same tokens in both places.
+    Keys have a space before and after them in both places, so that they are the same tokens.
     """
     keys = rng.sample([a + b for a in "bcdfgh" for b in "aeiou"], 4 * level)
     pairs = " ".join(f"{key} {rng.randint(10, 99)}" for key in keys)

@@ -43,7 +43,7 @@ def _squares() -> list[str]:
 _SQUARES = _squares()
 
 
-# Of each place and digit the squares that have it there, as bits of one number: to intersect them takes microseconds.
+# For each place and digit the squares that have it there, as bits of one number: intersections take microseconds.
 _HAVE = {
     (at, digit): sum(1 << number for number, square in enumerate(_SQUARES) if square[at] == digit)
     for at in range(_SIDE**2)
