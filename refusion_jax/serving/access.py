@@ -1,4 +1,4 @@
-"""Who may ask the server, and how a request is found again: API keys, Host headers, origins, request ids and a log."""
+"""Access control and request logging of the server: API keys, Host headers, origins, request ids and a log."""
 
 import dataclasses
 import ipaddress
@@ -18,33 +18,33 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from refusion_jax.cli.command import say
 
-_OPEN = ("/health", "/ready")  # for supervisors, without a key
-_ID = re.compile(r"[!-~]{1,128}")  # what a client may call its request
+_OPEN = ("/health", "/ready")  # without a key, for supervisors
+_ID = re.compile(r"[!-~]{1,128}")  # valid request ids of clients
 _HEADER = "x-request-id"
 
 
 @dataclasses.dataclass(frozen=True)
 class Access:
-    """What the flags of the server say of access."""
+    """The access settings from the server's flags."""
 
-    keys: Sequence[str] = ()  # one of which each request must have; none: everybody may ask
-    origins: Sequence[str] = ()  # of web pages that may ask from a browser
-    hosts: Sequence[str] = ()  # names by which the server may be called; none: any
-    is_logged: bool = False  # whether a line is printed for each request
+    keys: Sequence[str] = ()  # each request needs one of them; empty: no key is needed
+    origins: Sequence[str] = ()  # origins of web pages that may send requests from a browser
+    hosts: Sequence[str] = ()  # allowed names in Host headers; empty: any
+    is_logged: bool = False  # whether to print a line per request
 
 
 def allowed_hosts(address: str, given: Sequence[str]) -> list[str]:
-    """The names by which a server that listens on an address may be called, `given` ones among them.
+    """The allowed Host names of a server that listens on an address, including `given` ones.
 
-    On the loopback it is called by that alone: the page of a stranger whose name resolves to 127.0.0.1 (DNS rebinding)
-    is refused. Elsewhere by any name.
+    On the loopback these are only its own names, so that a foreign page whose name resolves to 127.0.0.1 (DNS
+    rebinding) is refused. Elsewhere any name is allowed.
     """
     is_local = ipaddress.ip_address(address).is_loopback
     return [*given, "localhost", "127.0.0.1", "[::1]", address] if is_local or given else []
 
 
 def guard_access(app: FastAPI, access: Access) -> None:
-    """Adds what checks and names each request, the outermost last."""
+    """Adds the middleware that checks and names each request, the outermost last."""
     if access.hosts:
         app.add_middleware(TrustedHostMiddleware, allowed_hosts=access.hosts, www_redirect=False)
     if access.origins:
@@ -54,13 +54,13 @@ def guard_access(app: FastAPI, access: Access) -> None:
 
 
 class KeyCheck:
-    """Refuses requests without one of the keys; each takes as long, whichever it is."""
+    """Refuses requests without one of the keys; takes the same time for every key."""
 
     def __init__(self, keys: Sequence[str]):
         self._keys, self._bearer = [key.encode() for key in keys], HTTPBearer(auto_error=False)
 
     async def __call__(self, request: Request) -> None:
-        """Checks the Authorization header: HTTPException of status 401 where it has no valid key."""
+        """Checks the Authorization header; HTTPException of status 401 if it has no valid key."""
         if request.url.path in _OPEN:
             return
         found = await self._bearer(request)
@@ -70,7 +70,7 @@ class KeyCheck:
 
 
 class _Named:
-    """Gives each request an id, the client's X-Request-Id or a new one, which the answer has, too; and logs it."""
+    """Gives each request an id, the client's X-Request-Id or a new one, returns it with the answer, and logs it."""
 
     def __init__(self, app: ASGIApp, is_logged: bool):
         self._app, self._is_logged = app, is_logged
@@ -80,7 +80,7 @@ class _Named:
             return await self._app(scope, receive, send)
         given = dict(scope["headers"]).get(_HEADER.encode(), b"").decode("latin-1")
         name = given if _ID.fullmatch(given) else uuid.uuid4().hex
-        began, status = time.monotonic(), 499  # where the client leaves before an answer
+        began, status = time.monotonic(), 499  # if the client leaves before an answer
 
         async def named(message: Message) -> None:
             nonlocal status

@@ -1,4 +1,4 @@
-"""The address that a server listens on, and how many may be connected to it."""
+"""The address that a server listens on, and the number of connections to it."""
 
 import contextlib
 import os
@@ -7,29 +7,29 @@ import socket
 
 from refusion_jax.cli.errors import UserError
 
-_DESCRIPTORS = 1 << 16  # of which three quarters are for clients
+_DESCRIPTORS = 1 << 16  # three quarters of them for clients
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """A socket that has the address to itself, for clients that wait for a model; UserError where there is none."""
+    """A listening socket, where clients can wait until the model is ready; UserError if the address is not free."""
     try:
         family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
     except (OSError, UnicodeError) as error:
         raise UserError(f"--host={host}: no address of this machine") from error
     both = family == socket.AF_INET6 and socket.has_dualstack_ipv6()
-    try:  # it listens at once: until then another process might bind the address, too
+    try:  # it listens at once: before that, another process could bind the address, too
         return socket.create_server(address, family=family, dualstack_ipv6=both)
     except OSError as error:
         raise UserError(f"--host={host} --port={port}: {os.strerror(error.errno)}") from error
 
 
 def most_connections() -> int:
-    """How many clients may be connected: others are answered by status 503, while there are descriptors for that.
+    """The most clients that may be connected; others get status 503, as long as there are descriptors for that.
 
-    The limit of descriptors, one for each of them, is raised as far as the system allows.
+    The limit of descriptors, one per connection, is raised as far as the system allows.
     """
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     wanted = _DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, _DESCRIPTORS)
-    with contextlib.suppress(ValueError, OSError):  # a system may grant less than it says
+    with contextlib.suppress(ValueError, OSError):  # a system may grant less than it reports
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
     return resource.getrlimit(resource.RLIMIT_NOFILE)[0] * 3 // 4

@@ -1,4 +1,4 @@
-"""The routes of the server: OpenAI's completions and chats, and what clients that evaluate ask."""
+"""The routes of the server: OpenAI's completions and chats, and those that evaluation clients need."""
 
 import functools
 import time
@@ -31,7 +31,7 @@ def make_app(service: Service, access: Access, version: str) -> FastAPI:
     structured = anyio.CapacityLimiter(4)
 
     def threads(body: Completion | Chat) -> anyio.CapacityLimiter | None:
-        """Few threads for structured answers: reading a grammar may take seconds."""
+        """Limits the threads for structured answers: compiling a grammar may take seconds."""
         return structured if body.constraints else None
 
     app.add_route("/", functools.partial(_page, "page.html"))
@@ -45,7 +45,7 @@ def make_app(service: Service, access: Access, version: str) -> FastAPI:
     @app.post("/v1/completions", **_documented(Completion))
     async def completions(body: Annotated[Completion, parsed(Completion)], request: Request):
         if len(await request.body()) <= _SMALL and len(body.prompt) == 1 and not body.constraints:
-            choices = service.completion(body)  # half a millisecond, and no thread to wait for
+            choices = service.completion(body)  # takes half a millisecond, and waits for no thread
         else:
             choices = await anyio.to_thread.run_sync(service.completion, body, limiter=threads(body))
         reply = Reply(service, body, "cmpl", "text_completion", choices)
@@ -107,7 +107,7 @@ def make_app(service: Service, access: Access, version: str) -> FastAPI:
         _check_model(name, service)
         return described
 
-    # What lm-eval's local-completions asks to tokenize as the model does.
+    # lm-eval's local-completions asks these to tokenize like the model.
 
     @app.get("/tokenizer_info")
     async def tokenizer_info() -> dict[str, Any]:
@@ -127,26 +127,26 @@ def make_app(service: Service, access: Access, version: str) -> FastAPI:
 
 
 def _said(delta: Delta) -> dict[str, Any]:
-    """What has been added to a message, text and calls."""
+    """What a delta adds to a message: text and calls."""
     return ({"content": delta.text} if delta.text else {}) | ({"tool_calls": delta.calls} if delta.calls else {})
 
 
-_SMALL = 1 << 13  # bytes, of which any take a millisecond at most
+_SMALL = 1 << 13  # bytes; parsing that many takes at most a millisecond
 _REFERENCE = "#/components/schemas/{model}"
-_POLICY = (  # of pages, which talk to the routes that every client has, and load nothing else
+_POLICY = (  # for pages, which use the routes that every client has, and load nothing else
     "default-src 'none'; connect-src 'self'; img-src data:; style-src 'unsafe-inline'; script-src 'unsafe-inline'; "
     "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 )
 
 
 async def _page(file: str, request: Request) -> HTMLResponse:
-    """For people; without a key, as it holds no data."""
+    """A page for people; needs no key, as it holds no data."""
     html = resources.files("refusion_jax.serving").joinpath(file).read_text("utf-8")
     return HTMLResponse(html, headers={"Content-Security-Policy": _POLICY})
 
 
 def _schemas(service: Service) -> dict[str, Any]:
-    """What /openapi.json tells of the bodies, with this server's defaults and the settings of its decoder."""
+    """The schemas of bodies in /openapi.json, with this server's defaults and its decoder's settings."""
     bodies = [(kind, "validation") for kind in (Completion, Chat, TextRequest, Tokenize, Detokenize)]
     schemas = models_json_schema(bodies, ref_template=_REFERENCE)[1]["$defs"]
     for kind in (Completion, Chat):
@@ -158,13 +158,13 @@ def _schemas(service: Service) -> dict[str, Any]:
 
 
 def _documented(kind: type[BaseModel]) -> dict[str, Any]:
-    """What /openapi.json tells of a body that the route parses by itself."""
+    """The entry in /openapi.json for a body that the route parses itself."""
     schema = {"schema": {"$ref": _REFERENCE.format(model=kind.__name__)}}
     return {"openapi_extra": {"requestBody": {"content": {"application/json": schema}, "required": True}}}
 
 
 def _parsed(service: Service, one_at_a_time: anyio.CapacityLimiter, kind: type[BaseModel]) -> Any:
-    """The body of a request. A large one is read in a thread of its own, which holds Python's lock for up to 50 ms."""
+    """Parses the body of a request; a large one in another thread, which may hold Python's lock for up to 50 ms."""
 
     async def parse(request: Request) -> BaseModel:
         raw = await request.body()

@@ -1,4 +1,4 @@
-"""HTTP connections over which a request arrives in time, or which end: others would shut everybody out."""
+"""HTTP connections that close unless a request arrives in time: idle ones could lock everybody else out."""
 
 import asyncio
 
@@ -6,9 +6,9 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 
 class TimedConnection(H11Protocol):
-    """uvicorn's connection, closed where a request is not whole in time; uvicorn itself waits for ever.
+    """uvicorn's connection, closed if a request is not complete in time; uvicorn itself waits forever.
 
-    That of h11, also where httptools is installed, with which uvicorn does not limit a request's head.
+    It uses h11 even if httptools is installed, with which uvicorn does not limit the size of a request's head.
     """
 
     seconds = 60.0  # from the connection, or from the first byte of a later request, to the last byte of its body
@@ -28,8 +28,8 @@ class TimedConnection(H11Protocol):
         self._stop()
 
     def _watch(self) -> None:
-        cycle = self.cycle  # of the last request whose head is there
-        if cycle and not cycle.more_body and not cycle.response_complete:  # the request is whole
+        cycle = self.cycle  # of the last request whose head has arrived
+        if cycle and not cycle.more_body and not cycle.response_complete:  # the request is complete
             self._stop()
         elif self._timer is None:
             self._timer = self.loop.call_later(self.seconds, self.transport.close)

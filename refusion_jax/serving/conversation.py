@@ -6,7 +6,7 @@ from pydantic import Field, Json, model_validator
 
 from refusion_jax.serving.strict import Strict
 
-MOST_PARTS = 1024  # of a message, messages of a conversation, and texts to choose from
+MOST_PARTS = 1024  # limit for parts of a message, messages of a conversation, and texts to choose from
 _NAME = r"^[a-zA-Z0-9_.-]{1,128}$"  # of a function
 
 
@@ -18,7 +18,7 @@ class TextPart(Strict):
 
 
 class Function(Strict):
-    """What a model may call."""
+    """A function that the model may call."""
 
     name: str = Field(pattern=_NAME)
     description: str = ""
@@ -27,7 +27,7 @@ class Function(Strict):
 
 
 class Tool(Strict):
-    """A function as OpenAI wraps it."""
+    """A function, wrapped as by OpenAI."""
 
     type: Literal["function"]
     function: Function
@@ -40,21 +40,21 @@ class Named(Strict):
 
 
 class NamedTool(Strict):
-    """The function that has to be called."""
+    """The function that must be called."""
 
     type: Literal["function"]
     function: Named
 
 
 class CalledFunction(Strict):
-    """What was called before."""
+    """A function that was called before."""
 
     name: str
     arguments: Json[dict[str, Any]] = Field(description="A JSON object, as text")
 
 
 class ToolCall(Strict):
-    """A call that the model has made before; templates put its arguments as an object."""
+    """An earlier call by the model; templates take its arguments as an object."""
 
     id: str = ""
     type: Literal["function"] = "function"
@@ -63,7 +63,7 @@ class ToolCall(Strict):
 
 
 class Message(Strict):
-    """A turn of a conversation; a developer's is that of the system, by its new name."""
+    """A turn of a conversation; `developer` is the new name of `system`."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | Annotated[list[TextPart], Field(max_length=MOST_PARTS)] = ""
@@ -78,7 +78,7 @@ class Message(Strict):
 
     @property
     def turn(self) -> dict[str, Any]:
-        """As chat templates take it, the content as one text."""
+        """The turn in the form of chat templates, with the content as one text."""
         turn = {"role": "system" if self.role == "developer" else self.role, "content": text_of(self.content)}
         if self.tool_calls:
             turn["tool_calls"] = [call.model_dump(exclude={"index"}) for call in self.tool_calls]
@@ -86,5 +86,5 @@ class Message(Strict):
 
 
 def text_of(content: str | list[Any]) -> str:
-    """The text of a content that may be parts."""
+    """The text of a content, which may consist of parts."""
     return content if isinstance(content, str) else "".join(part.text for part in content)

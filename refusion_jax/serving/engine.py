@@ -1,8 +1,8 @@
-"""Decodes requests as they come: one thread owns the batch on the device and reports to whoever has asked.
+"""Decodes requests as they arrive: one thread owns the batch on the device and reports to the callers.
 
 A row is free again as soon as its answer is complete: no answer waits for another one in the batch. Free rows go to the
-callers in turn, and the last one is kept for callers that have none, so that one with many long requests does not hold
-up the others. An answer depends on its own request alone.
+callers in turn, and the last one is kept for callers without a row, so that a caller with many long requests does not
+block the others. An answer depends only on its own request.
 """
 
 import collections
@@ -32,36 +32,36 @@ from refusion_jax.model.shape import ModelConfig
 from refusion_jax.model.transformer import Transformer
 from refusion_jax.systems.api import as_decoded, decoder_for
 
-LOOK = 8  # forwards between two looks at what the rows have decoded
-SOON = 2  # the same while a row is free, for whoever comes
+LOOK = 8  # forwards between two readings of what the rows have decoded
+SOON = 2  # the same while a row is free, to admit new requests sooner
 OFTEN = 0.03  # seconds between two updates of a streamed answer: faster than anyone reads
-MOST_WAITING = 4096  # jobs besides those in the batch
+MOST_WAITING = 4096  # jobs, not counting those in the batch
 _NEW_TOKENS = 256  # of an answer, unless the settings say otherwise
 
 
 class BusyError(RuntimeError):
-    """No more can be decoded now."""
+    """The queue is full."""
 
 
 @dataclasses.dataclass(eq=False)
 class Job:
-    """A request, and who is told of its answer; called from the engine's thread."""
+    """A request, and the callbacks for its answer, which the engine's thread calls."""
 
     request: Request  # from `Engine.check`
-    report: Callable[[Answer, bool], bool]  # (answer so far, whether it is finished) -> whether to go on
+    report: Callable[[Answer, bool], bool]  # (answer so far, whether it is finished) -> whether to continue
     fail: Callable[[Exception], None]
     is_watched: bool  # whether to report also while the answer is written
     by_forward: bool = False  # whether to report after each forward pass; the device waits for the host then
-    is_over: bool = False  # answered, or not wanted any more
-    cached: int = 0  # leading tokens of the prompt whose keys and values were there already
+    is_over: bool = False  # answered, or no longer wanted
+    cached: int = 0  # leading tokens of the prompt whose keys and values were cached
     caller: object = None  # the same for all jobs that were submitted together
-    told: float = -math.inf  # when it was reported last, by `time.monotonic`
+    told: float = -math.inf  # time of the last report, by `time.monotonic`
 
 
 def sized(settings: Settings, model: ModelConfig, most: int = 2**31) -> Settings:
-    """The settings with what an engine needs: room for a text, by default all that the model reads, and new tokens.
+    """The settings with `cache_length` and `max_new_tokens`, which an engine needs, filled in.
 
-    A text has room for `most` tokens, unless the settings say so. SettingError: the model reads fewer than these.
+    By default the cache has room for the context, at most for `most` tokens; SettingError if it exceeds the context.
     """
     reads = model.max_position_embeddings
     if settings.cache_length > reads:
@@ -72,7 +72,7 @@ def sized(settings: Settings, model: ModelConfig, most: int = 2**31) -> Settings
 
 
 class Engine:
-    """A model with its batch of rows, decoded by a thread of its own."""
+    """A model with its batch of rows, decoded by a separate thread."""
 
     def __init__(
         self,
@@ -85,26 +85,26 @@ class Engine:
         """Allocates the cache of all rows; the forward passes are compiled by `start`.
 
         Args:
-          model: from `load_model`, on devices of this process alone.
-          settings: those of all requests that do not say otherwise. `max_new_tokens` is the most that a request may ask
-            for, and `cache_length` the most that prompt and answer may have; both are set.
+          model: from `load_model`, only on devices of this process.
+          settings: defaults for all requests. `max_new_tokens` is the most that a request may ask for, and
+            `cache_length` the most tokens of prompt and answer; both must be set.
           rows: decoded at once.
-          grammar: any, for an engine of requests with grammars.
-          prefix_cache: bytes on each device for what prompts begin with; None: see `_kept_blocks`.
+          grammar: any grammar, for an engine that serves requests with grammars.
+          prefix_cache: bytes on each device for the prefix cache; None: see `_kept_blocks`.
 
         Raises:
-          UserError: where these do not fit together or into memory.
+          UserError: if these do not fit together or into memory.
         """
         self.settings, self._config = settings.for_model(model.config), model.config
         if self.settings.new_tokens >= settings.cache_length:
             new = self.settings.new_tokens
             why = f"leaves no room for a prompt: {new} tokens in a cache of {settings.cache_length}"
             settings.refuse("max_new_tokens", why)
-        whole = self.settings.multiple  # tokens that a decoder writes at once, where a single one is asked for, too
+        whole = self.settings.multiple  # tokens that a decoder writes at once, even if a single one is asked for
         self._compiled = dataclasses.replace(self.settings, cache_length=settings.cache_length - 1 + whole)
         shortest = dataclasses.replace(self.settings, max_new_tokens=whole)
         prompt = [0] * (settings.cache_length - 1)
-        # The largest texts that are served, with no beginning in common: they decide the compiled sizes.
+        # The largest texts that are served, without a common prefix: they determine the compiled sizes.
         self._largest = prepare(
             [
                 Request(prompt, settings=shortest, grammar=grammar),
@@ -121,11 +121,11 @@ class Engine:
         blocks = _kept_blocks(model, decoder, self.rows, prefix_cache)
         self._empty = functools.partial(batch_type(decoder), model, decoder, self._largest[0], self.rows, blocks, True)
         self._batch = self._empty()
-        self._drafts = np.zeros(2, np.int64)  # that were verified, and those of them that were committed
+        self._drafts = np.zeros(2, np.int64)  # numbers of verified and of committed drafts
         self._waiting: collections.deque[collections.deque[Job]] = collections.deque()  # those of each caller
         self._rows: dict[int, Job] = {}
-        self._taken: list[Job] = []  # that are being admitted, until the device says that they are
-        self._read: list[tuple[Job, Any, bool]] = []  # what is to be reported: see `_report`
+        self._taken: list[Job] = []  # being admitted, until the device has confirmed it
+        self._read: list[tuple[Job, Any, bool]] = []  # arguments of pending calls of `_report`
         self._changed = threading.Condition()
         self._started, self._is_closed = threading.Event(), False
         self.failure: Exception | None = None
@@ -133,7 +133,7 @@ class Engine:
 
     @property
     def load(self) -> dict[str, int]:
-        """How many rows there are, how many of them are decoding, and how many jobs wait for one."""
+        """The numbers of rows, of rows that are decoding, and of waiting jobs."""
         with self._changed:
             waiting = sum(not job.is_over for jobs in self._waiting for job in jobs)
         own = {"rows": self.rows, "decoding": len(self._rows), "waiting": waiting}
@@ -141,17 +141,17 @@ class Engine:
 
     @property
     def verified(self) -> tuple[int, int]:
-        """(drafts that forward passes have verified since the start, those of them that were committed)."""
+        """(number of drafts that forward passes have verified since the start, number of those that were committed)."""
         drafts = self._drafts + (self._second.verified if self._second else 0)
         return int(drafts[0]), int(drafts[1])
 
     @property
     def is_ready(self) -> bool:
-        """Whether a request would be taken now: decoding goes on, and the queue has room."""
+        """Whether a request would be accepted now: the engine runs, and the queue has room."""
         return not (self._is_closed or self.failure) and self.load["waiting"] < MOST_WAITING
 
     def check(self, request: Request) -> Request:
-        """The request with its settings completed; UserError where it is invalid, or needs more than was compiled."""
+        """The request with its settings completed; UserError if it is invalid, or needs more than was compiled."""
         most = self._largest[1].settings.new_tokens
         asked = sum(length for _, length in request.gaps)
         if asked > most:
@@ -165,15 +165,15 @@ class Engine:
         return request
 
     def check_prompt(self, tokens: Sequence[int], name: str, more: int) -> None:
-        """Raises UserError where the model cannot read a prompt, of that name, with so many tokens after it."""
+        """Raises UserError if the model cannot read a prompt followed by `more` tokens; `name` is for the message."""
         if len(tokens) + more > (most := self.settings.cache_length):
             raise UserError(f"{name}: has {len(tokens)} tokens, of at most {most - more} before {more} more")
         check_tokens(name, tokens, self._config.num_tokens)
 
     def constrained(self, grammar: Matcher) -> "Engine":
-        """The engine of requests with grammars, made and compiled for the first of them.
+        """The engine for requests with grammars, created and compiled for the first of them.
 
-        It has a quarter of the rows, and caches of its own, so that other answers neither change nor wait for grammars.
+        It has a quarter of the rows, and its own caches, so that other answers neither change nor wait for grammars.
         Raises UserError where the decoder cannot follow grammars, or this does not fit into memory.
         """
         with self._making:
@@ -186,7 +186,7 @@ class Engine:
         return self._second
 
     def submit(self, jobs: Sequence[Job]) -> None:
-        """Queues the jobs of one caller, all or none: BusyError where too many are waiting."""
+        """Queues the jobs of one caller, all or none: BusyError if too many are waiting."""
         with self._changed:
             if self._is_closed or self.failure:
                 raise BusyError("the server is about to end")
@@ -203,13 +203,13 @@ class Engine:
             self._changed.notify()
 
     def start(self, failed: Callable[[], None] = lambda: None) -> None:
-        """Starts the thread, and waits until all is compiled; calls `failed` once where it cannot go on, ever."""
+        """Starts the thread, and waits until all is compiled; calls `failed` once if the engine fails for good."""
         self._failed = failed
         self._thread.start()
         self._started.wait()
 
     def close(self) -> None:
-        """Ends the thread; what is not answered yet fails."""
+        """Ends the thread; unanswered jobs fail."""
         with self._changed:
             self._is_closed = True
             self._changed.notify()
@@ -225,16 +225,16 @@ class Engine:
             while not self._is_closed:
                 try:
                     self._decode()
-                except Exception as error:  # noqa: BLE001  whatever the device may say
+                except Exception as error:  # noqa: BLE001  the device may raise anything
                     self._begin_anew(error)
         except Exception as error:  # noqa: BLE001  nothing can be decoded any more
-            self.failure, self._batch = error.with_traceback(None), None  # neither keeps the cache
+            self.failure, self._batch = error.with_traceback(None), None  # so that nothing holds the cache
             self._fail_all(error)
             self._failed()
             self._started.set()
 
     def _compile(self) -> None:
-        """Compiles all programs, by an answer that nobody is told of and nothing counts."""
+        """Compiles all programs, by decoding a request that is neither reported nor counted."""
         batch, request = self._batch, self._largest[1]
         batch.compile_admissions(request)
         (row,) = batch.admit([request])
@@ -244,10 +244,10 @@ class Engine:
         batch.free.append(row)
 
     def _begin_anew(self, error: Exception) -> None:
-        """Replaces the batch by an empty one, as an array that was donated is gone; raises where that fails, too.
+        """Replaces the batch by an empty one, as donated arrays are lost; raises if that fails, too.
 
-        The requests that were being admitted fail, or else all in the batch; the others are decoded again, to the same
-        answers. So each failure fails at least one, and none is repeated for ever.
+        The requests that were being admitted fail or, if there were none, all in the batch; the others are decoded
+        again, to the same answers. So each failure fails at least one request, and none is repeated forever.
         """
         for job, outcome, is_finished in self._read:
             self._report(job, outcome, is_finished)
@@ -261,7 +261,7 @@ class Engine:
         with self._changed:
             self._waiting.extendleft(collections.deque([job]) for job in alive if job not in lost)
         self._rows, self._taken, self._read = {}, [], []
-        traceback.clear_frames(error.__traceback__)  # with the old batch, before memory is taken for the new one
+        traceback.clear_frames(error.__traceback__)  # it holds the old batch, whose memory the new one needs
         del self._batch
         self._batch = self._empty()
         self._compile()
@@ -315,7 +315,7 @@ class Engine:
                     batch.free.append(row)
 
     def _take(self, free: int, is_idle: bool) -> list[Job] | None:
-        """Waiting jobs for so many free rows; while idle, waits for one. None: the engine is closed."""
+        """Waiting jobs for the free rows; if idle, waits for a job. None: the engine is closed."""
         with self._changed:
             while is_idle and not self._waiting and not self._is_closed:
                 self._changed.wait()
@@ -337,7 +337,7 @@ class Engine:
                 jobs.popleft()
             job = jobs.popleft() if jobs and id(jobs[0].caller) not in served else None
             if not jobs:
-                self._waiting.pop()  # it stands at the end now
+                self._waiting.pop()  # it is at the end now
             if job:
                 return job
         return None
@@ -349,7 +349,7 @@ class Engine:
         try:
             answer = read_answer(job.request, *outcome, self._decoder.ids, is_ended=not is_finished)
             goes_on = job.report(answer, is_finished)
-        except Exception as error:  # noqa: BLE001  of one answer, which no other has to do with
+        except Exception as error:  # noqa: BLE001  a fault of one answer must not affect others
             job.fail(error)
             goes_on = False
         job.is_over = is_finished or not goes_on
@@ -357,11 +357,11 @@ class Engine:
 
 @dataclasses.dataclass(frozen=True)
 class Choice:
-    """One answer that a client wants, as all who deal with an answer read it."""
+    """One answer that a client wants, in the form that the modules of the server share."""
 
-    prompt: list[int]  # as the model reads it
-    added: int  # leading tokens of it that the client did not send: 1 for a BOS, or 0
-    text: str | None  # that the prompt was given as
+    prompt: list[int]  # in the form that the model reads
+    added: int  # number of its leading tokens that the client did not send: 1 for a BOS, or 0
+    text: str | None  # the prompt, if it was given as text
     request: Request | None  # checked; None where no token is to be decoded
     limit: int  # tokens of the answer, at most
     stops: Stops
@@ -369,9 +369,9 @@ class Choice:
 
 
 def _kept_blocks(model: Transformer, decoder: Decoder, rows: int, most: int | None) -> int:
-    """Blocks of what prompts begin with that are kept for others; see `decoding.prefixes`.
+    """The number of blocks of the prefix cache; see `decoding.prefixes`.
 
-    They take at most so many bytes on each device; None: as many as the batch, in a quarter of what is then free.
+    They take at most `most` bytes on each device; None: as many as the batch, but at most a quarter of what it leaves.
     """
     tokens = min(rows * decoder.cache_length, room_besides(model, mesh_of(model), rows, decoder) // 4)
     if most is not None:

@@ -1,4 +1,4 @@
-"""What the server says to requests that it cannot serve, in OpenAI's form."""
+"""The server's responses to requests that it cannot serve, in OpenAI's form."""
 
 import functools
 import re
@@ -17,12 +17,12 @@ from refusion_jax.serving.engine import BusyError
 
 
 def largest_body(cache_length: int) -> int:
-    """Bytes of a request, at most: some texts as long as the context, many short ones."""
+    """Most bytes of a request: enough for a few texts as long as the context, or many short ones."""
     return (1 << 20) + 128 * cache_length
 
 
 def handle_errors(app: FastAPI, cache_length: int) -> None:
-    """Has the application answer every error with its status and the field at fault; the context limits bodies."""
+    """Makes the application answer every error with its status and the field at fault; the context limits bodies."""
     app.add_middleware(LimitBody, most=largest_body(cache_length))
     answers: dict[type[Exception], Callable[[Any], JSONResponse]] = {
         HTTPException: lambda error: _refusal(error.status_code, str(error.detail), headers=error.headers),
@@ -61,7 +61,7 @@ class LimitBody:
         await self._app(scope, limited if scope["type"] == "http" else receive, send)
 
 
-_OF_A_TYPE = re.compile(r"^(str|int|list|dict)$|[A-Z\[(]")  # what pydantic adds where a field may be one of several
+_OF_A_TYPE = re.compile(r"^(str|int|list|dict)$|[A-Z\[(]")  # added by pydantic if a field may have several types
 
 
 class InvalidError(Exception):
@@ -69,7 +69,7 @@ class InvalidError(Exception):
 
 
 def read_body(kind: type[BaseModel], raw: bytes) -> BaseModel:
-    """A body of this kind, or InvalidError. To list 20,000 errors takes 0.1 s: not for the event loop."""
+    """A body of this kind, or InvalidError. Listing 20,000 errors takes 0.1 s: too long for the event loop."""
     try:
         return kind.model_validate_json(raw)
     except ValidationError as error:
@@ -77,7 +77,7 @@ def read_body(kind: type[BaseModel], raw: bytes) -> BaseModel:
 
 
 def _explained(error: ValidationError) -> tuple[str, str | None]:
-    """(what is wrong with the first field at fault, its name); of a field of several types, where one is nearest."""
+    """(what is wrong with the first field at fault, its name); for a field of several types, by the closest one."""
     errors = error.errors(include_url=False, include_input=False)
     names = [".".join(part for part in map(str, one["loc"]) if not _OF_A_TYPE.search(part)) for one in errors]
     name, first = max(
@@ -91,7 +91,7 @@ def _explained(error: ValidationError) -> tuple[str, str | None]:
 
 
 def error_body(status: int, message: str, field: str | None = None) -> dict[str, Any]:
-    """An error as clients read it."""
+    """An error in the form that clients read."""
     kind = "invalid_request_error" if status < 500 else "server_error"
     return {"error": {"message": message, "type": kind, "param": field, "code": status}}
 

@@ -1,4 +1,4 @@
-"""Grammars of answers, by llguidance: JSON Schemas, regular expressions and choices, over a model's own tokens."""
+"""Grammars of answers, by llguidance: JSON Schemas, regular expressions and choices, over a model's tokens."""
 
 import json
 import threading
@@ -14,9 +14,9 @@ from refusion_jax.decoding.constrained import Matcher, reason
 from refusion_jax.serving.tools import calls_grammar
 
 _LARGEST = 1 << 18  # characters of a grammar
-# JSON as Python's json.dumps writes it. Free white space would let an answer go on for ever, and nothing be forced.
+# JSON as written by Python's json.dumps. Free white space could make an answer endless, and would leave nothing forced.
 _JSON = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": ", "lenient": False}
-# Less than the library's own: 0.1 s for the first place, milliseconds for others, some ten MB for a grammar.
+# Lower than the library's limits: 0.1 s for the first place, milliseconds for others, some ten MB per grammar.
 _LIMITS = {
     "initial_lexer_fuel": 100_000,
     "step_lexer_fuel": 100_000,
@@ -35,15 +35,15 @@ class Grammars:
         self._reading = threading.Lock()
 
     def compile(self, field: str, kind: str, given: Any) -> Matcher:
-        """A grammar that has consumed nothing; takes no longer than a few seconds.
+        """A grammar that has consumed nothing; takes at most a few seconds.
 
         Args:
           field: of the request, for error messages.
           kind: "json" | "regex" | "choice" | "calls".
-          given: a JSON Schema, as an object or its text; a regular expression; some texts; what `calls_grammar` takes.
+          given: a JSON Schema, as an object or text; a regular expression; a list of texts; what `calls_grammar` takes.
 
         Raises:
-          UserError: where it is none, is too large, or asks for what is not known here; without llguidance.
+          UserError: if it is invalid, too large, or uses what is not supported here; or without llguidance.
         """
         with needs("serve"):
             import llguidance
@@ -64,14 +64,14 @@ class Grammars:
             raise UserError(f"{field}: {reason(error)}") from error
         limits = llguidance.LLParserLimits(**_LIMITS)
         matcher = llguidance.LLMatcher(self._tokens, source, log_level=0, limits=limits)
-        matcher.compute_bitmask()  # which finds what no text can match
+        matcher.compute_bitmask()  # raises if no text can match
         if error := matcher.get_error():
             raise UserError(f"{field}: cannot be followed: {reason(error)}")
         return matcher
 
 
 def _calls(tools: Sequence[tuple[str, Any]], are_several: bool, answer: Any) -> str:
-    """Their grammar, in which JSON is written as everywhere."""
+    """The grammar of calls of these tools, with JSON in the same form as elsewhere."""
     answer = json.loads(answer) if isinstance(answer, str) else answer
     if answer is not None and not isinstance(answer, dict):
         raise ValueError("is no object")
@@ -80,10 +80,10 @@ def _calls(tools: Sequence[tuple[str, Any]], are_several: bool, answer: Any) -> 
 
 
 class _Vocabulary:
-    """A tokenizer as llguidance's TokenizerWrapper.
+    """A tokenizer for llguidance's TokenizerWrapper.
 
-    Its own reader of a tokenizer.json has every added token of the form <NAME> for a special one, as Qwen's <tool_call>
-    and Gemma's <b>, and then finds that text which has to hold them cannot be written.
+    llguidance's own reader of tokenizer.json takes every added token of the form <NAME> for a special one, such as
+    Qwen's <tool_call> and Gemma's <b>, so that text that must contain them cannot be written.
     """
 
     is_tokenizer_wrapper = True
@@ -91,7 +91,7 @@ class _Vocabulary:
     def __init__(self, tokenizer: Tokenizer, eos_id: int):
         self._tokenizer, self._encode = tokenizer, tokenizer.encode
         self.eos_token_id, self.bos_token_id = eos_id, None
-        if isinstance(tokenizer, FastTokenizer):  # a copy: the engine's thread asks, while others write prompts
+        if isinstance(tokenizer, FastTokenizer):  # a copy: the engine's thread uses it, while others encode prompts
             copy = tokenizers.Tokenizer.from_str(tokenizer.files["tokenizer.json"].decode())
             copy.encode_special_tokens = True
             self._encode = lambda texts: [copy.encode(text, add_special_tokens=False).ids for text in texts]
@@ -100,5 +100,5 @@ class _Vocabulary:
         self.special_token_ids = [id for id, text in enumerate(texts) if not text]
 
     def __call__(self, text: str) -> list[int]:
-        """As the library asks for the tokens of a text that is forced."""
+        """The tokens of a forced text, called by the library."""
         return self._tokenizer.encode_inside([text], self._encode)[0]

@@ -1,4 +1,4 @@
-"""What Prometheus reads of a server: vLLM's names where they mean the same, so that its dashboards work."""
+"""The metrics of a server for Prometheus, under vLLM's names if they mean the same, so that its dashboards work."""
 
 from collections.abc import Iterator
 
@@ -14,7 +14,7 @@ _PER_FORWARD = (1.0, 1.5, 2.0, 3.0, 4.0, 6.0, 8.0, 12.0, 16.0, 32.0)
 
 
 class Metrics(Collector):
-    """The figures of one engine, from the start of the server."""
+    """The metrics of one engine, from the start of the server."""
 
     def __init__(self, model: str, engine: Engine):
         self.registry = CollectorRegistry()
@@ -46,12 +46,12 @@ class Metrics(Collector):
         self.registry.register(self)
 
     def went_on(self, tokens: int, seconds: float) -> None:
-        """Hears how long further tokens of a stream took, all together."""
+        """Records the time that further tokens of a stream took in total."""
         for _ in range(tokens):
             self._between.observe(seconds / tokens)
 
     def finished(self, reason: str, tokens: int, forwards: int, seconds: float) -> None:
-        """Counts an answer, ended by "stop" or "length"; forwards of the decoding loop, 0 where nothing was decoded."""
+        """Counts an answer, ended by "stop" or "length"; forwards of the decoding loop, 0 if nothing was decoded."""
         self._success.labels(model_name=self._model, finished_reason=reason).inc()
         self._generated.inc(tokens)
         self._whole.observe(seconds)
@@ -59,7 +59,7 @@ class Metrics(Collector):
             self._per_forward.observe(tokens / forwards)
 
     def collect(self) -> Iterator[CounterMetricFamily]:
-        """What the engine counts itself: drafts, and those that were accepted."""
+        """The engine's own counts: drafts, and accepted drafts."""
         texts = {"draft": "Tokens that forward passes have verified", "accepted": "Those of them that were committed"}
         for (name, text), count in zip(texts.items(), self._engine.verified, strict=True):
             family = CounterMetricFamily(f"vllm:spec_decode_num_{name}_tokens", text, labels=["model_name"])

@@ -1,4 +1,4 @@
-"""What clients may ask, as in OpenAI's API, with the settings of decoding as further fields."""
+"""Request bodies of OpenAI's API, with decode settings as further fields."""
 
 from typing import Any, Literal, Self
 
@@ -10,19 +10,19 @@ from refusion_jax.serving.strict import Strict
 
 _MOST_CHOICES = 1024  # answers in a response
 MOST_TOOLS = 128
-_MOST_STOPS, _LONGEST_STOP = 16, 256  # looked for in every row again and again
+_MOST_STOPS, _LONGEST_STOP = 16, 256  # searched for in every row repeatedly
 _ANY_OBJECT = {"type": "object"}
 
 
 class StreamOptions(Strict):
-    """What a stream holds besides the answers."""
+    """What a stream has in addition to the answers."""
 
     include_usage: bool = False
     continuous_usage_stats: bool = Field(False, description="Every event tells the usage so far")
 
 
 class JsonSchema(Strict):
-    """A JSON Schema as OpenAI wraps it; it is always held to, `strict` or not."""
+    """A JSON Schema, wrapped as by OpenAI; answers always follow it, `strict` or not."""
 
     schema_: dict[str, Any] | None = Field(None, alias="schema")
     name: str = ""
@@ -31,14 +31,14 @@ class JsonSchema(Strict):
 
 
 class ResponseFormat(Strict):
-    """What an answer has to be, by OpenAI's name."""
+    """The required form of an answer, by OpenAI's name."""
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchema | None = None
 
 
 class StructuredOutputs(Strict):
-    """What an answer has to be, by vLLM's name."""
+    """The required form of an answer, by vLLM's name."""
 
     json_: dict[str, Any] | str | None = Field(None, alias="json")
     regex: str | None = None
@@ -98,7 +98,7 @@ class _Body(Strict):
 
     @property
     def constraints(self) -> list[tuple[str, str, Any]]:
-        """(field, kind, value) of all that say what an answer has to be, as `Grammars.compile` takes them."""
+        """(field, kind, value) of all fields that constrain an answer, in the form of `Grammars.compile`."""
         given = [("guided_json", "json", self.guided_json), ("guided_regex", "regex", self.guided_regex)]
         given.append(("guided_choice", "choice", self.guided_choice))
         if own := self.structured_outputs:
@@ -141,7 +141,7 @@ class Completion(_Body):
     @classmethod
     def _prompts_are_texts_or_ids(cls, prompt: Any) -> list[str | list[int]]:
         prompts = [prompt] if isinstance(prompt, str) or (prompt and is_id_list(prompt)) else prompt
-        if isinstance(prompts, list) and len(prompts) > _MOST_CHOICES:  # before each is looked at
+        if isinstance(prompts, list) and len(prompts) > _MOST_CHOICES:  # before each is checked
             raise ValueError(f"at most {_MOST_CHOICES} are served at once")
         if not isinstance(prompts, list) or not all(
             isinstance(one, str) or (one and is_id_list(one)) for one in prompts
@@ -184,12 +184,12 @@ class Chat(_Body):
 
     @property
     def offered(self) -> list[Tool]:
-        """What may be called in this answer."""
+        """The functions that may be called in this answer."""
         return [] if self.tool_choice == "none" else self.tools
 
     @property
     def constraints(self) -> list[tuple[str, str, Any]]:
-        """A call stands in place of JSON, or for itself where there has to be one."""
+        """Those of `_Body`, or a call, which can take the place of JSON, or can be required."""
         given, choice = super().constraints, self.tool_choice
         tools, are_several = [tool.function for tool in self.offered], self.parallel_tool_calls
         if isinstance(choice, NamedTool):

@@ -22,7 +22,7 @@ from refusion_jax.serving.scores import ScoredStream
 from refusion_jax.serving.service import Service
 from refusion_jax.serving.writer import Delta
 
-# In a hundredth of the time that FastAPI's encoder takes, during which nobody else is answered.
+# Takes a hundredth of the time of FastAPI's encoder, during which no other client is answered.
 to_json: Callable[[Any], bytes] = TypeAdapter(Any).dump_json
 
 
@@ -45,7 +45,7 @@ class Reply:
         self._began = time.monotonic()
 
     def _submit(self, is_watched: bool) -> None:
-        """Has the engine decode; deltas then arrive in the queue."""
+        """Submits the jobs to the engine; deltas then arrive in the queue."""
         loop = asyncio.get_running_loop()
 
         def put(item: tuple[int, Delta | Exception, Answer | None]) -> None:
@@ -82,16 +82,16 @@ class Reply:
             yield number, delta, answer
 
     def _forget(self) -> None:
-        """Frees the rows of what is not finished."""
+        """Frees the rows of unfinished choices."""
         for job in self._jobs:
             job.is_over = True
 
     async def whole(
         self, request: Request, fields: Callable[[int, Delta, dict[str, Any] | None], dict[str, Any]]
     ) -> dict[str, Any]:
-        """All choices in one response; a client that goes away frees its rows.
+        """All choices in one response; the rows of a client that disconnects are freed.
 
-        `fields` makes those of a choice from (its number, the whole answer, its `logprobs`).
+        `fields` returns the fields of a choice from (its number, the whole answer, its `logprobs`).
         """
         said: list[list[Delta]] = [[] for _ in self._choices]
         ends: list[dict[str, Any]] = [{} for _ in self._choices]
@@ -129,7 +129,7 @@ class Reply:
     ) -> StreamingResponse:
         """The choices as server-sent events, each with the text that has become certain.
 
-        `fields` makes those of a choice from (a delta, its `logprobs`). Of a chat the first event says who speaks.
+        `fields` returns the fields of a choice from (a delta, its `logprobs`). In a chat the first event has the role.
         """
         self._submit(is_watched=True)
         return StreamingResponse(self._events(fields, begins_with_role), media_type="text/event-stream")
@@ -168,7 +168,7 @@ class Reply:
             self._forget()
 
     def _end(self, delta: Delta, answer: Answer | None, commits: list[tuple[int, int]]) -> dict[str, Any]:
-        """Why an answer has ended, if it has, and what it took."""
+        """Why an answer has ended, if it has, and its statistics."""
         fields: dict[str, Any] = {"finish_reason": delta.finish_reason}
         if self._body.commits:
             fields["commits"] = commits

@@ -1,4 +1,4 @@
-"""OpenAI's /v1/responses, for text and calls: the request as a chat, and the answer in its own form."""
+"""OpenAI's /v1/responses, for text and calls: converts the request to a chat, and the answer to its own form."""
 
 import functools
 import itertools
@@ -45,7 +45,7 @@ class Item(Strict):
 
 
 class Call(CalledFunction):
-    """A call that the model has made before."""
+    """An earlier call by the model."""
 
     type: Literal["function_call"]
     call_id: str
@@ -54,7 +54,7 @@ class Call(CalledFunction):
 
 
 class Result(Strict):
-    """What a call has given."""
+    """The result of a call."""
 
     type: Literal["function_call_output"]
     call_id: str
@@ -86,23 +86,23 @@ class FlatTool(Function, OfFunction):
 
 
 class FlatNamedTool(Named, OfFunction):
-    """The function that has to be called."""
+    """The function that must be called."""
 
 
 class Format(JsonSchema):
-    """What the text has to be; a schema stands here itself."""
+    """The required form of the text; a schema is here without a wrapper."""
 
     type: Literal["text", "json_object", "json_schema"]
 
 
 class Text(Strict):
-    """How the text is wanted."""
+    """The form of the text."""
 
     format: Format = Format(type="text")
 
 
 class TextRequest(Strict):
-    """The body of POST /v1/responses; nothing is stored, so that `input` has all turns."""
+    """The body of POST /v1/responses; nothing is stored, so `input` must have all turns."""
 
     input: list[AnyItem] = Field(min_length=1, max_length=MOST_PARTS, description="Turns, or the text of the user's")
     instructions: str | None = Field(None, description="Of the system, before the input")
@@ -131,14 +131,14 @@ class TextRequest(Strict):
 
     @functools.cached_property
     def chat(self) -> Chat:
-        """The same as a chat."""
+        """The same request as a chat."""
         turns = [{"role": "system", "content": self.instructions}] if self.instructions else []
         for item in self.input:
             if isinstance(item, Item):
                 turns.append({"role": item.role, "content": text_of(item.content)})
             elif isinstance(item, Result):
                 turns.append({"role": "tool", "tool_call_id": item.call_id, "content": text_of(item.output)})
-            else:  # part of what the assistant has said last
+            else:  # part of the assistant's last message
                 if not turns or turns[-1]["role"] != "assistant":
                     turns.append({"role": "assistant", "content": ""})
                 function = {"name": item.name, "arguments": json.dumps(item.arguments)}
@@ -183,7 +183,7 @@ class TextReply(Reply):
         return self._response([*output, *map(_call, delta.calls)], reason)
 
     async def _events(self, *_: Any) -> AsyncIterator[bytes]:
-        """As OpenAI's clients expect them; one event for each piece of text, and one for the arguments of each call."""
+        """The events that OpenAI's clients expect: one per piece of text, and one for the arguments of each call."""
         numbers, output, text, reason = itertools.count(), [], "", None
 
         def event(kind: str, **fields: Any) -> bytes:
@@ -230,7 +230,7 @@ class TextReply(Reply):
 
 
 def _nested(flat: FlatTool | FlatNamedTool) -> dict[str, Any]:
-    """As chats have it."""
+    """The form that it has in chats."""
     return {"type": "function", "function": flat.model_dump(exclude={"type"}, exclude_unset=True)}
 
 
@@ -241,7 +241,7 @@ def _message(text: str, reason: str | None) -> dict[str, Any]:
 
 
 def _call(call: dict[str, Any]) -> dict[str, Any]:
-    """An item of the output, of a call as chats have it."""
+    """An item of the output, from a call in the form that it has in chats."""
     item = {"id": f"fc_{uuid.uuid4().hex}", "type": "function_call", "status": "completed", "call_id": call["id"]}
     return item | call["function"]
 

@@ -17,7 +17,7 @@ from refusion_jax.serving.writer import Delta
 
 
 class Scorer:
-    """Scores answers of a model, those of one response at a time: it takes memory in addition to the batch's."""
+    """Scores answers of a model, one response at a time, as this needs memory in addition to the batch's."""
 
     def __init__(self, model: Transformer, tokenizer: Tokenizer, settings: Settings):
         self._model, self._tokenizer = model, tokenizer
@@ -25,7 +25,7 @@ class Scorer:
         self._turn = anyio.CapacityLimiter(1)
 
     def is_asked(self, body: Completion | Chat) -> bool:
-        """Whether a client wants scores: UserError where it does, and the likelihood of a token is not known."""
+        """Whether a client wants scores; UserError if it does, and the model's likelihood is not known."""
         if body.logprobs is None or body.logprobs is False:
             return False
         token_scores(self._model, [], [], **self._how)
@@ -34,7 +34,7 @@ class Scorer:
     async def score(
         self, body: Completion | Chat, choices: Sequence[Choice], answers: Sequence[Sequence[int]]
     ) -> list[dict[str, Any]]:
-        """The `logprobs` of each answer; of its prompt, too, as the client sent it, where that is echoed."""
+        """The `logprobs` of each answer and, if the prompt is echoed, of the prompt as the client sent it."""
         return await anyio.to_thread.run_sync(self._score, body, choices, answers, limiter=self._turn)
 
     def _score(
@@ -78,14 +78,14 @@ class Scorer:
         return {"content": content, "refusal": None}
 
     def _top(self, score: TokenScore, token: int) -> dict[str, float]:
-        """The most probable token and the one that stands there; two that are spelled alike are kept apart."""
+        """The most probable token and the actual one; two with the same spelling are kept apart."""
         text, best = (_text(self._tokenizer.spelling(id)) for id in (token, score.best))
         if text == best and token != score.best:
             best = f"token_id:{score.best}"
         return {best: score.best_log_p, text: score.log_p}
 
     def _spelled(self, tokens: list[int], begin: bool) -> list[bytes]:
-        """What each token adds to their text; some tokenizers take the space off where a text begins."""
+        """What each token adds to their text; some tokenizers strip a text's leading space."""
         spelled = [self._tokenizer.spelling(token) for token in tokens]
         first = next((place for place, one in enumerate(spelled) if one), 0)
         if begin and spelled and not self._tokenizer.decode([tokens[first]]).startswith(" "):
@@ -98,14 +98,14 @@ def _text(spelled: bytes) -> str:
 
 
 class ScoredStream:
-    """The `logprobs` of one answer, piece by piece; None of each where nobody asks for them."""
+    """The `logprobs` of one answer, piece by piece; None for each piece if nobody asks for them."""
 
     def __init__(self, scorer: Scorer, decode: Decode, body: Completion | Chat, choice: Choice):
         self._scorer, self._decode, self._body, self._choice = scorer, decode, body, choice
-        self._is_asked, self._text, self._told = scorer.is_asked(body), "", 0  # the places that have been told
+        self._is_asked, self._text, self._told = scorer.is_asked(body), "", 0  # number of places sent so far
 
     async def of(self, delta: Delta | None) -> dict[str, Any] | None:
-        """Those of the tokens whose text comes with a delta; with None, before all of them, of an echoed prompt."""
+        """Those of the tokens whose text is in a delta; called first with None, for an echoed prompt."""
         if not self._is_asked:
             return None
         tokens = []

@@ -1,4 +1,4 @@
-"""From what a client asks to jobs of the engine, and from its answers to what the client gets; knows no HTTP."""
+"""Turns request bodies into jobs of the engine, and its answers into what clients get; independent of HTTP."""
 
 import collections
 import dataclasses
@@ -32,7 +32,7 @@ class Service:
     """A model, its tokenizer and its engine."""
 
     def __init__(self, name: str, model: Transformer, tokenizer: Tokenizer, engine: Engine, seed: int | None = None):
-        """Serves a model, which also scores texts; requests that give no seed have this one, or each draws its own."""
+        """Serves a model, which also scores texts; requests without a seed get `seed` or, if None, one of their own."""
         self.name, self.engine, self.tokenizer, self._seed = name, engine, tokenizer, seed
         self.metrics = Metrics(name, engine)
         self.scorer, self._settings = Scorer(model, tokenizer, engine.settings), engine.settings
@@ -42,11 +42,11 @@ class Service:
         self._rendering, self._check_tools = threading.Lock(), functools.cache(lambda: check_template(tokenizer))
         self._grammars = Grammars(tokenizer, TokenIds.of(engine.settings, model.config).eos_id)
         settings, own = declared(type(engine.settings)), scope(type(engine.settings), "row") - set(_OWN_FIELDS)
-        # JSON Schemas of what a request may set by `decode`.
+        # JSON Schemas of the settings in a request's `decode`.
         self.changeable = {name: settings[name].schema(getattr(engine.settings, name)) for name in sorted(own)}
 
     def completion(self, body: Completion) -> list[Choice]:
-        """The answers to a completion, n for each prompt; UserError where a field cannot be served."""
+        """The answers to a completion, n for each prompt; UserError if a field cannot be served."""
         self._check_length(len(body.suffix or ""), "suffix")
         suffix = () if body.suffix is None else (self.encode(body.suffix, "suffix", inside=True),)
         choices, noises = [], collections.defaultdict(lambda: range(body.n))
@@ -57,27 +57,27 @@ class Service:
             given = prompt if text is None else self.encode(text, name)
             after = sum(map(len, suffix)) + (1 if body.max_tokens is None else body.max_tokens)
             ids = self._begun(given, after) if body.add_special_tokens else given
-            own = noises[tuple(ids)]  # of a prompt that comes twice others the second time
+            own = noises[tuple(ids)]  # a repeated prompt gets new ones
             noises[tuple(ids)] = range(own.stop, own.stop + body.n)
             choices += self._answers(body, ids, len(ids) - len(given), text, name, suffix, own)
         return choices
 
     def compile_structured(self) -> None:
-        """Compiles for structured answers before the first of them; raises as `Engine.constrained`."""
+        """Compiles for structured answers in advance; raises as `Engine.constrained`."""
         self.engine.constrained(self._grammars.compile("--structured", "choice", ["yes", "no"]))
 
     def _begun(self, ids: list[int], after: int = 0) -> list[int]:
-        """The tokens after the one that began every text in training, if there is one; with it they stay as they are.
+        """The tokens after the BOS that began every text in training, if there is one, unless they begin with it.
 
-        A text that fills the context, with so many tokens after it, has no room for it, as in training: there, too,
-        long texts go on in another row.
+        A text that, with `after` tokens after it, fills the context gets none: in training, too, long texts continue in
+        rows that do not begin with it.
         """
         begin = self.tokenizer.bos_id
         has_room = len(ids) + after < self._settings.cache_length
         return [begin, *ids] if begin >= 0 and ids[:1] != [begin] and has_room else ids
 
     def chat(self, body: Chat) -> list[Choice]:
-        """The answers to a conversation: n of them; UserError where a field cannot be served."""
+        """The n answers to a conversation; UserError if a field cannot be served."""
         turns = [one.turn for one in body.messages]
         tools = [tool.model_dump(exclude_unset=True) for tool in body.offered]
         if tools or any("tool_calls" in turn for turn in turns):
@@ -106,10 +106,10 @@ class Service:
         suffix: tuple[list[int], ...],
         noises: Iterable[int],
     ) -> list[Choice]:
-        if body.seed is None:  # the server's, or one that nobody has had; the reply tells it
+        if body.seed is None:  # the server's, or a fresh one; the reply reports it
             body.seed = secrets.randbelow(2**32) if self._seed is None else self._seed
         settings, limit = self._own_settings(body, len(ids))
-        self.scorer.is_asked(body)  # refuses
+        self.scorer.is_asked(body)  # raises if it cannot score
         stops, least = Stops(tuple(body.stop or ())), limit if body.ignore_eos else body.min_tokens
         if least > limit:
             raise UserError(f"min_tokens={least}: an answer has at most {limit} tokens here")
@@ -127,12 +127,12 @@ class Service:
 
     @property
     def defaults(self) -> dict[str, Any]:
-        """Of the fields by which a request sets what decoders have in common, but for the seed."""
+        """Defaults of the fields for settings that all decoders have, except the seed."""
         own = {field: getattr(self._settings, name) for name, field in _OWN_FIELDS.items() if name != "seed"}
         return own | {"max_tokens": self._settings.new_tokens}
 
     def _own_settings(self, body: Completion | Chat, given: int) -> tuple[Settings, int]:
-        """(decode settings of a request with so many given tokens, the most tokens of its answer)."""
+        """(decode settings of a request with `given` given tokens, the most tokens of its answer)."""
         for name in body.decode:
             if name in _OWN_FIELDS:
                 raise UserError(f"decode.{name}: is the field {_OWN_FIELDS[name]!r} of the request")
@@ -151,7 +151,7 @@ class Service:
         return dataclasses.replace(plain, max_new_tokens=whole), limit
 
     def reader(self, choice: Choice, body: Completion | Chat) -> Callable[[Answer, bool], Delta]:
-        """What cuts its answer into deltas: text that has become certain, and calls of tools."""
+        """A function that cuts an answer into deltas: text that has become certain, and calls of tools."""
         begins = len(choice.prompt) if body.watch else None
         writer = Writer(self.tokenizer, choice.stops, choice.limit, begins, self.decoding(body))
         if isinstance(body, Completion) or not body.offered:
@@ -160,16 +160,16 @@ class Service:
         return lambda answer, is_finished: calls.read(writer.read(answer, is_finished))
 
     def decoding(self, body: Completion | Chat) -> Decode:
-        """What makes the text of an answer: it goes on after a prompt, or is just what its grammar allows."""
+        """The function that decodes an answer: one that continues a prompt, or just what its grammar allows."""
         goes_on = isinstance(body, Completion) or body.constraints
         return self.tokenizer.continuation if goes_on else self.tokenizer.decode
 
     def encode(self, text: str, name: str, inside: bool = False) -> list[int]:
-        """Token ids of a text as it stands; with a chat template, special tokens that it spells out are meant.
+        """Token ids of a text; with a chat template, names of special tokens in it are encoded as these tokens.
 
-        `inside` other text some tokenizers put no space before it.
+        `inside` other text, no space is added before it, as some tokenizers do.
 
-        Raises UserError, naming the field, where it is not Unicode.
+        Raises UserError, naming the field, if it is not Unicode.
         """
         check_characters(text, name)
         tokenizer = self.tokenizer
@@ -177,27 +177,27 @@ class Service:
         return (tokenizer.encode_inside([text], encode) if inside else encode([text]))[0]
 
     def _check_length(self, characters: int, name: str) -> None:
-        """Refuses a text that is far too long before it is tokenized."""
+        """Refuses a much too long text before it is tokenized."""
         if characters > _LONGEST_TOKEN * (most := self._settings.cache_length):
             raise UserError(f"{name}: has {characters} characters, which are more than {most} tokens")
 
     @property
     def special_tokens(self) -> dict[str, str | None]:
-        """The names of the tokens that end and begin a text; None where there is none."""
+        """The names of the tokens that end and begin a text; None if there is none."""
         return {name: self.tokenizer.name_of(id) if id >= 0 else None for name, id in self._ends.items()}
 
     def tokenize(self, text: str, begins: bool) -> list[int]:
-        """As `encode`; the name of a token that ends or begins a text, alone, is that token."""
+        """As `encode`, but a text that is just the name of a BOS or EOS token is that token."""
         named = {self.special_tokens[name]: id for name, id in self._ends.items()}
         ids = [named[text]] if text in named else self.encode(text, "prompt")
         return self._begun(ids) if begins and text not in named else ids
 
     def detokenize(self, ids: list[int]) -> str:
-        """The text of token ids; UserError where there is no such id."""
+        """The text of token ids; UserError for ids that do not exist."""
         if ids and not 0 <= min(ids) <= max(ids) < self.tokenizer.size:
             raise UserError(f"tokens: hold an id outside 0 to {self.tokenizer.size - 1}")
         return self.tokenizer.decode(ids)
 
     def echoes(self, choices: Sequence[Choice]) -> list[str]:
-        """The prompts as text, as they were given where they were."""
+        """The prompts as text: the given text, or decoded token ids."""
         return [self.tokenizer.decode(one.prompt[one.added :]) if one.text is None else one.text for one in choices]

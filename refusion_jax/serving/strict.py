@@ -1,7 +1,7 @@
-"""Bodies of requests whose fields are known, or refused.
+"""Bodies of requests, which refuse unknown fields.
 
-A field that would change the answer elsewhere is refused, so that nobody believes in a setting without effect; values
-that ask for nothing (`"presence_penalty": 0`) are let through. Fields that never change an answer are ignored.
+A field that would change the answer on other servers is refused, so that nobody relies on a setting without effect;
+values without effect (`"presence_penalty": 0`) are accepted. Fields that never change an answer are ignored.
 """
 
 import functools
@@ -11,12 +11,12 @@ from pydantic import BaseModel, ConfigDict, model_validator
 
 from refusion_jax.cli.command import say
 
-# What clients send as a matter of course, with the values that ask for nothing.
+# Fields that clients send routinely, with the values that have no effect.
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "best_of": (1,),
     "frequency_penalty": (0,),
     "logit_bias": ({},),
-    "parallel_tool_calls": (True, False),  # of completions, as are the two below
+    "parallel_tool_calls": (True, False),  # for completions, like the two below
     "presence_penalty": (0,),
     "tool_choice": ("none", "auto"),
     "tools": ([],),
@@ -30,7 +30,7 @@ _IGNORED = frozenset(
 
 
 class Strict(BaseModel):
-    """Fields of null are left out; of those that are not known the first is told, as a hostile body has a million."""
+    """Null fields are left out; only the first unknown field is reported, as a hostile body may have a million."""
 
     model_config = ConfigDict(strict=True, allow_inf_nan=False)
 

@@ -1,4 +1,4 @@
-"""Shows an answer at a terminal while its slots fill."""
+"""Shows an answer in a terminal while its slots are filled."""
 
 import re
 import time
@@ -13,21 +13,21 @@ from refusion_jax.decoding.requests import Answer, Request
 from refusion_jax.decoding.stops import Stops
 from refusion_jax.serving.writer import Writer
 
-MASK = "░"  # a place that is not decided yet
-_CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # which a terminal would obey
-_SECONDS = 0.05  # between two pictures
+MASK = "░"  # a place that is not committed yet
+_CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # a terminal would obey them
+_SECONDS = 0.05  # between two updates
 
 
 class Screen:
-    """An answer in its place on the terminal, from `with` to its end, when it is wiped off.
+    """Draws an answer on the terminal inside a `with` block, at whose end it is erased.
 
-    There is text where tokens are committed, and a gray mask for every other place. Of a text that is higher than the
-    terminal the part around the first mask is shown.
+    Committed tokens are shown as text, every other place as a gray mask. If the text is higher than the terminal, the
+    part around the first mask is shown.
     """
 
     def __init__(self, request: Request, tokenizer: Tokenizer, eos_id: int, is_shown: bool = True):
-        """Nothing is shown yet. Without a terminal, to be shown on, only `text` grows; `eos_id` ends an answer."""
-        self.text, self.forwards = "", 0  # the text is what is certain: from the beginning to the first mask
+        """Shows nothing yet. Unless `is_shown` on a terminal, only `text` is updated; `eos_id` ends an answer."""
+        self.text, self.forwards = "", 0  # `text` is the certain part: from the beginning to the first mask
         self.finish_reason: str | None = None  # "stop" | "length" when it is finished
         self._places, self._eos_id, self._begins = request.settings.new_tokens, eos_id, len(request.prompt)
         self._writer = Writer(tokenizer, Stops(), self._places, self._begins if is_shown else None)
@@ -46,7 +46,7 @@ class Screen:
             self._live.stop()
 
     def show(self, answer: Answer, is_finished: bool = False) -> None:
-        """Takes the answer so far."""
+        """Updates the answer."""
         delta = self._writer.read(answer, is_finished)
         self.text += delta.text
         self.finish_reason, self.forwards = delta.finish_reason, answer.forwards
@@ -67,5 +67,5 @@ class Screen:
 
 
 def printable(text: str) -> str:
-    """A model's text without characters that would move the cursor, change colors, or worse."""
+    """A model's text without control characters, which could move the cursor, change colors, or worse."""
     return _CONTROLS.sub("\N{REPLACEMENT CHARACTER}", text)

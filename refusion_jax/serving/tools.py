@@ -1,4 +1,4 @@
-"""Tool calls: how a model is told of functions, how it calls them, and how that is read.
+"""Tool calls: how functions are presented to a model, how it calls them, and how calls are parsed.
 
 The format is that of Qwen and Hermes: a call is `<tool_call>`, a JSON object of `name` and `arguments`, `</tool_call>`.
 """
@@ -21,7 +21,7 @@ _BEGINNING = Stops((_BEGIN,))
 
 
 class _Call(pydantic.BaseModel):
-    """What stands between the two marks."""
+    """The object between the two tags."""
 
     model_config = pydantic.ConfigDict(strict=True)
 
@@ -30,10 +30,10 @@ class _Call(pydantic.BaseModel):
 
 
 def calls_grammar(tools: Sequence[tuple[str, Any]], are_several: bool, answer: Any = None) -> str:
-    """An answer that is calls, one or several, as a grammar in llguidance's form of Lark.
+    """A grammar, in llguidance's form of Lark, for an answer that consists of one or several calls.
 
-    The tools are (name, JSON Schema of its arguments). An answer, by its own schema, may stand there instead, unless it
-    is None.
+    The tools are (name, JSON Schema of its arguments). If `answer` is not None, it is the schema of an answer that may
+    be given instead of calls.
     """
     calls = 'call ("\\n" call)*' if are_several else "call"
     rules = [f"start: {calls}" if answer is None else f"start: {calls} | answer"]
@@ -47,15 +47,15 @@ def calls_grammar(tools: Sequence[tuple[str, Any]], are_several: bool, answer: A
 
 
 class CallReader:
-    """Takes the calls out of an answer while it is written; text that is no valid call stays text."""
+    """Extracts the calls from an answer while it is written; text that is not a valid call stays text."""
 
     def __init__(self, names: Sequence[str], are_several: bool):
-        """Begins an answer that may call functions of these names, once alone unless there may be several calls."""
+        """Begins an answer that may call these functions, only once unless `are_several`."""
         self._names, self._are_several = names, are_several
-        self._held, self._count = "", 0  # what may belong to a call, and the calls so far
+        self._held, self._count = "", 0  # text that may belong to a call; number of calls so far
 
     def read(self, delta: Delta) -> Delta:
-        """The next piece of the answer with its calls apart, and without what may be the beginning of one."""
+        """The next delta, with its calls separated, and without text that may be the beginning of a call."""
         self._held += delta.text
         text, calls, is_last = "", [], delta.finish_reason is not None
         while True:
@@ -77,7 +77,7 @@ class CallReader:
         return dataclasses.replace(delta, text=text, calls=calls, finish_reason=reason)
 
     def _read(self, body: str) -> dict[str, str] | None:
-        """The function in a text and its arguments as text; None where it is no call of a known one."""
+        """The function's name and its arguments as text; None if the text does not call a known function."""
         try:
             call = _Call.model_validate_json(body)
             arguments = json.dumps(call.arguments, ensure_ascii=False, allow_nan=False)
@@ -87,7 +87,7 @@ class CallReader:
 
 
 def check_template(tokenizer: Tokenizer) -> None:
-    """Raises UserError where the tokenizer's chat template tells of no functions, or has calls in another format."""
+    """Raises UserError if the tokenizer's chat template has no functions, or calls in another format."""
     tools = [{"type": "function", "function": {"name": name, "description": "", "parameters": {}}} for name in "fg"]
     call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": {"a": 1}}}
     turns = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "", "tool_calls": [call]}]

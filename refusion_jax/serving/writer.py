@@ -1,4 +1,4 @@
-"""The text of an answer while it is written: what is certain can be shown, and is never taken back."""
+"""The text of an answer while it is written: certain text can be shown, and is never taken back."""
 
 import dataclasses
 from typing import Any
@@ -8,18 +8,18 @@ from refusion_jax.decoding.prompts import CONTEXT, Decode, spelled, tokens_of
 from refusion_jax.decoding.requests import Answer
 from refusion_jax.decoding.stops import Stops
 
-_INCOMPLETE = "\N{REPLACEMENT CHARACTER}"  # in which the bytes of a character end that is not there as a whole
+_INCOMPLETE = "\N{REPLACEMENT CHARACTER}"  # at the end, it stands for the bytes of an incomplete character
 
 
 @dataclasses.dataclass(frozen=True)
 class Delta:
     """What has been added to an answer, as in the events of OpenAI's streams."""
 
-    text: str  # in reading order, after the deltas before it
+    text: str  # in reading order, follows that of the deltas before
     commits: list[tuple[int, int]]  # (position, counted from the prompt's first, token) in the order of commitment
     finish_reason: str | None  # "stop" | "length" | "tool_calls" with the last delta
     tokens: list[int]  # of the whole answer so far
-    pieces: list[tuple[int, str]]  # (place in the answer, text) of what has been committed since, if it is watched
+    pieces: list[tuple[int, str]]  # (place in the answer, text) of newly committed tokens, if asked for
     calls: list[dict[str, Any]] = dataclasses.field(default_factory=list)  # of tools, in OpenAI's form; see `tools`
 
 
@@ -34,18 +34,18 @@ class Writer:
         begins: int | None = None,
         decode: Decode | None = None,
     ):
-        """Begins an answer of at most `limit` tokens; with pieces, where the position is given at which it begins.
+        """Begins an answer of at most `limit` tokens; with pieces if its first position is given.
 
-        `decode` is the tokenizer's, by default, or what else makes the text.
+        `decode` turns token ids into text; by default it is the tokenizer's.
         """
         self._tokenizer, self._stops, self._limit = tokenizer, stops, limit
         self._decode = decode or tokenizer.decode
         self._sent, self._commits, self._begins = "", 0, begins
         self._known: dict[int, int] = {}  # committed tokens by place in the answer ..
-        self._told: dict[int, str] = {}  # .. and what they have spelled
+        self._told: dict[int, str] = {}  # .. and the text that was sent for them
 
     def read(self, answer: Answer, is_finished: bool) -> Delta:
-        """The next delta of an answer, which has grown; until it is finished it ends before its first gap."""
+        """The next delta of an answer that has grown; until the answer is finished, it ends before the first gap."""
         tokens = answer.tokens[: self._limit]
         text, is_cut = self._stops.cut(whole := self._decode(tokens))
         is_last, reason = is_finished or len(tokens) == self._limit, None
@@ -63,7 +63,7 @@ class Writer:
         return Delta(new, commits, reason, tokens, [] if self._begins is None else self._pieces(commits))
 
     def _pieces(self, commits: list[tuple[int, int]]) -> list[tuple[int, str]]:
-        """What these commits have spelled, or spelled anew: a token's text may depend on those before it."""
+        """The texts that these commits add or change: a token's text may depend on those before it."""
         new = {position - self._begins: token for position, token in commits}
         self._known |= new
         places = {at + after for at in new for after in range(CONTEXT + 1)} & self._known.keys()
