@@ -1,4 +1,4 @@
-"""What all commands share: flags in, help that explains, and errors of one clear line."""
+"""What all commands share: parsing flags, help pages, and errors in one clear line."""
 
 import contextlib
 import difflib
@@ -28,9 +28,9 @@ from refusion_jax.cli.settings import Setting
 
 _TRACEBACK = flags.DEFINE_bool("traceback", False, "Print the full traceback of an error, not only one line")
 HELP_FLAGS = {"--help", "-h"}
-flags.disclaim_key_flags()  # those defined here are the calling command's, and stand in its --help
-_NO = ("", "0", "false", "f", "no", "n", "off")  # as JAX reads it
-_BAD_BACKEND = re.compile("Unable to initialize backend ('cpu'|.* not in the list of known backends)")  # JAX's words
+flags.disclaim_key_flags()  # flags defined here belong to the calling command, and are in its --help
+_NO = ("", "0", "false", "f", "no", "n", "off")  # as read by JAX
+_BAD_BACKEND = re.compile("Unable to initialize backend ('cpu'|.* not in the list of known backends)")  # JAX's message
 _LONGEST_LINE = 2000  # characters of an error
 
 # What flags are for that several commands have.
@@ -46,8 +46,8 @@ def run(
 ) -> None:
     """Parses the flags and runs a command; whatever goes wrong ends in one line on stderr, see `guard`.
 
-    `help_texts` has the help of the keys of the config that --config names, if any, by "config.a.b"; `names` are all
-    keys of `--config`, `hidden` the flags that --help leaves out, because what else is asked for has no use for them.
+    `help_texts` returns the help of the keys of the config that --config names, if any, by "config.a.b"; `names` are
+    all keys of `--config`, `hidden` the flags that --help leaves out, because the other flags make them useless.
     """
 
     def parse(argv: Sequence[str]) -> list[str]:
@@ -67,10 +67,10 @@ def run(
 def parse_with_config(
     values: flags.FlagValues, argv: Sequence[str], names: Callable[[], Iterable[str]] | None = None
 ) -> list[str]:
-    """Parses flags, of which --config may be one, whose file is run; what absl leaves. `names` are those of `run`."""
-    if missing := config_fault(argv[1:], ()):  # which ml_collections says only when the config is used
+    """Parses flags, runs the file of --config if given, and returns the remaining arguments; `names` as for `run`."""
+    if missing := config_fault(argv[1:], ()):  # ml_collections reports it only when the config is used
         raise missing
-    keeps, sys.dont_write_bytecode = sys.dont_write_bytecode, True  # or a config file would get a __pycache__
+    keeps, sys.dont_write_bytecode = sys.dont_write_bytecode, True  # otherwise a config file would get a __pycache__
     try:
         logging.set_verbosity(logging.ERROR)  # ml_collections warns of what is refused below
         rest = values(argv)
@@ -92,10 +92,10 @@ def parse_with_config(
 
 
 def run_part(command: str, story: str, parts: Mapping[str, str]) -> None:
-    """Runs the part of a command that the first argument names; the others are its flags.
+    """Runs the part of a command that the first argument names; the other arguments are its flags.
 
-    The story is the text of the command's --help; `parts` are modules with `define_flags` and `main`, which take the
-    flags, by the name of the part.
+    `story` is the text of the command's --help; `parts` maps names of parts to modules with `define_flags` and `main`,
+    which take the flags.
     """
     name, *rest = read_arguments(sys.argv[1:]) or [""]
     if name in HELP_FLAGS:
@@ -115,7 +115,7 @@ def run_part(command: str, story: str, parts: Mapping[str, str]) -> None:
 
 
 def read_arguments(arguments: Sequence[str]) -> list[str]:
-    """The arguments with the lines of each `--flagfile=FILE` in its place; refuses an environment for 64 bits."""
+    """The arguments, with each `--flagfile=FILE` replaced by its lines; refuses an environment that enables 64 bits."""
     if os.environ.get("JAX_ENABLE_X64", "0").lower() not in _NO:
         raise UserError("JAX_ENABLE_X64 is set, but everything here is computed in 32 bits: unset it")
     try:
@@ -125,40 +125,40 @@ def read_arguments(arguments: Sequence[str]) -> list[str]:
 
 
 def say(line: str) -> None:
-    """Prints a line; a log that cannot be written (a full disk) is no reason to end."""
+    """Prints a line; if that fails (a full disk), the command continues."""
     with contextlib.suppress(OSError):
         print(line, flush=True)
 
 
 def guard(main: Callable[[], None]) -> None:
-    """Runs a command; whatever ends it is told in one line on stderr, with the exit code for it.
+    """Runs a command; whatever ends it is reported in one line on stderr, with an exit code:
 
     2    the input is at fault, and nothing on disk has changed
-    1    something else went wrong (a full disk, a bug): where it is unforeseen, the full trace is written to a file
+    1    something else went wrong (a full disk, a bug): if it is unforeseen, the full trace is written to a file
     130  interrupted from the keyboard
-    141  nobody reads what is printed any more (`... | head -1`), which is no fault: nothing is said
+    141  nobody reads the output any more (`... | head -1`), which is no fault: nothing is printed
     """
-    gc.freeze()  # what is imported so far
+    gc.freeze()  # everything imported so far
     gc.enable()
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
-        if getattr(sys, name) is None:  # closed by whoever started the command, as by `>&-`
+        if getattr(sys, name) is None:  # closed by the caller, as by `>&-`
             setattr(sys, name, open(os.devnull, mode))
     for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):  # else a name of a file that is not UTF-8 could not be printed
+        if isinstance(stream, io.TextIOWrapper):  # otherwise file names that are not UTF-8 could not be printed
             stream.reconfigure(encoding="utf-8", errors="backslashreplace")
     try:
         main()
         sys.stdout.flush()
     except SystemExit as error:
-        if isinstance(error.__context__, BrokenPipeError) and _is_unread():  # so does rich end
+        if isinstance(error.__context__, BrokenPipeError) and _is_unread():  # rich ends like this
             _end(None, 141)
         raise
-    except BaseException as error:  # noqa: BLE001  whatever nobody has thought of; a panic of Rust is no Exception
+    except BaseException as error:  # noqa: BLE001  anything unforeseen; a panic of Rust is not an Exception
         _end(*verdict(error), error)
 
 
 def verdict(error: BaseException) -> tuple[Exception | None, int]:
-    """The message for whatever has ended a command, if it needs one, and the exit code; see `guard`."""
+    """(the message about what has ended a command, if it needs one; the exit code), see `guard`."""
     match error:
         case UserError() | flags.Error():
             return error, 2
@@ -175,33 +175,33 @@ def verdict(error: BaseException) -> tuple[Exception | None, int]:
         case RuntimeError() if _BAD_BACKEND.match(str(error)):
             return UserError(f"the environment: {first_line(error)}"), 2
         case AssertionError() if Path(traceback.extract_tb(error.__traceback__)[-1].filename).name == "xla_bridge.py":
-            # JAX has given up on all platforms, which it says without words.
+            # JAX has given up on all platforms, with an empty message.
             wanted = os.environ.get("JAX_PLATFORMS")
             return UserError(f"the environment: JAX_PLATFORMS={wanted}: JAX finds no such device here"), 2
         case ValueError() if traceback.extract_tb(error.__traceback__)[-1].filename.endswith("jax/_src/config.py"):
             return UserError(f"the environment: {first_line(error)}"), 2
     if full := next((text for text in map(os.strerror, sorted(_OF_A_DISK)) if text in str(error)), None):
-        return Failure(f"{full}: {first_line(error)}"), 1  # in the words of a library
+        return Failure(f"{full}: {first_line(error)}"), 1  # a library's message
     return Failure(_unforeseen(error)), 1
 
 
 def _is_unread() -> bool:
-    """Whether whoever read stdout or stderr has gone; the pipe that broke may have been one to a process of ours."""
+    """Whether the reader of stdout or stderr has gone; the broken pipe may also be one to a process of ours."""
     poll = select.poll()
     for descriptor in (1, 2):
         poll.register(descriptor, 0)
     return any(event & (select.POLLERR | select.POLLHUP) for _, event in poll.poll(0))
 
 
-# What is wrong with a path that a user has given, and what with the disk below it.
+# Errors of a path that a user has given, and of the disk below it.
 _OF_A_PATH = {errno.ENAMETOOLONG, errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.EISDIR, errno.EROFS, errno.ELOOP}
-_OF_A_PATH |= {errno.ENOENT, errno.EEXIST}  # a link to nothing, or a file in the place of a directory
-_OF_A_PATH |= {errno.ENXIO}  # a socket, or a terminal that is not there
+_OF_A_PATH |= {errno.ENOENT, errno.EEXIST}  # a dangling link, or a file in place of a directory
+_OF_A_PATH |= {errno.ENXIO}  # a socket, or a missing terminal
 _OF_A_DISK = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
 
 def _end(error: Exception | None, code: int, cause: BaseException | None = None) -> None:
-    """Ends the process: says what is wrong in one line, after the trace where it is asked for."""
+    """Ends the process with one line about what is wrong, after the trace if it is asked for."""
     with contextlib.suppress(OSError):  # stderr may be closed, too
         if error and _wants_traceback():
             traceback.print_exception(cause or error)
@@ -209,12 +209,12 @@ def _end(error: Exception | None, code: int, cause: BaseException | None = None)
             explain(error)
     try:
         sys.stdout.flush()
-    except OSError:  # at its end Python would try again, and complain
+    except OSError:  # at exit Python would try again, and complain
         nowhere = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nowhere, 1)
         os.close(nowhere)
     if code == 130:
-        os._exit(code)  # Python would wait for what XLA still compiles, and then crash (jaxlib 0.10.2)
+        os._exit(code)  # Python would wait for unfinished compilations of XLA, and then crash (jaxlib 0.10.2)
     sys.exit(code)
 
 
@@ -239,18 +239,18 @@ def _unforeseen(error: BaseException) -> str:
 
 
 def _own_place(error: BaseException) -> str:
-    """Where a file of the user's own, as that of a system, has raised an error or called what did; empty: nowhere."""
+    """Where a user's own file, such as a system's, has raised an error or called what raised it; "" if none did."""
     package, libraries = os.path.dirname(os.path.dirname(__file__)), tuple(sysconfig.get_paths().values())
     for frame, line in reversed([*traceback.walk_tb(error.__traceback__)]):
         file = frame.f_code.co_filename
-        is_library = file.startswith(libraries) and "SYSTEM" not in frame.f_globals  # a system may be installed, too
+        is_library = file.startswith(libraries) and "SYSTEM" not in frame.f_globals  # systems may be installed, too
         if os.path.isfile(file) and not is_library and not file.startswith(package):
             return f" at {file}:{line}"
     return ""
 
 
 def config_fault(argv: Sequence[str], names: Iterable[str]) -> UserError | None:
-    """The fault that ml_collections does not report: --config given twice or naming no file, or an unknown key."""
+    """A fault that ml_collections does not report: --config given twice or naming no file, or an unknown key."""
     configs = [argument for argument in argv if argument.lstrip("-").startswith("config=")]
     if len(configs) > 1:
         return UserError(f"{' '.join(configs)}: give one config, and --config.KEY=VALUE for what differs")
@@ -267,7 +267,7 @@ def config_fault(argv: Sequence[str], names: Iterable[str]) -> UserError | None:
 
 
 def find_config(argument: str) -> str:
-    """The argument; where it is --config=configs/NAME.py, and that is not here, with the file of the package."""
+    """The argument; if it is --config=configs/NAME.py and that does not exist, with the package's file instead."""
     flag, _, value = argument.partition("=")
     file, package = value.partition(":")[0], Path(__file__).parents[1]
     is_config = flag.lstrip("-") == "config" and file.startswith("configs/")
@@ -282,9 +282,9 @@ def config_flag(argv: Sequence[str]) -> str:
 
 
 def define_config(help: str) -> flags.FlagHolder:
-    """The flag --config, and one --config.KEY for every key of the file that it names.
+    """Defines the flag --config, and one --config.KEY for every key of the file that it names.
 
-    ml_collections looks at the command line already here, and would raise for a --flagfile that cannot be read.
+    ml_collections already reads the command line here, and would raise for a --flagfile that cannot be read.
     """
     given, sys.argv = sys.argv, sys.argv[:1]
     try:
@@ -298,9 +298,9 @@ def define_settings(
     flag_values: flags.FlagValues = flags.FLAGS,
     defaults: Mapping[str, Any] | None = None,
 ) -> None:
-    """One flag --decode.NAME for every setting; None unless it is given, see `given`.
+    """Defines a flag --decode.NAME for every setting; None unless it is given, see `given`.
 
-    For --help, `defaults` are what the command uses where a flag is not given, by name, else it is the setting's own.
+    For --help, `defaults` are the command's defaults by name, where they differ from the settings' own.
     """
     define = {int: flags.DEFINE_integer, float: flags.DEFINE_float, str: flags.DEFINE_string, bool: flags.DEFINE_bool}
     for name, own in settings.items():
@@ -309,7 +309,7 @@ def define_settings(
 
 
 def as_written(command: str, own: flags.FlagValues) -> str:
-    """The command line `python -m refusion_jax.COMMAND` with the flags that were given, for what is made by it."""
+    """The command line `python -m refusion_jax.COMMAND` with the given flags, to be recorded in its output."""
     flags_given = [own[name].serialize() for name in own if own[name].present]
     return shlex.join(["python", "-m", *f"refusion_jax.{command}".split(), *flags_given])
 
@@ -323,14 +323,14 @@ def given(own: flags.FlagValues = flags.FLAGS) -> dict[str, Any]:
 def help_text(own: Setting, default: Any = None) -> str:
     """The help text of a setting, with a default: its own, unless one is given."""
     if default is not None:
-        return f"{own.help.partition('; 0:')[0]} (default: {default})"  # of the command, whatever a 0 means elsewhere
+        return f"{own.help.partition('; 0:')[0]} (default: {default})"  # the command's, whatever a 0 means elsewhere
     return own.help if own.default == "" else f"{own.help} (default: {own.default})"
 
 
 def _help(argv: Sequence[str], help_texts: Callable | None, hidden: Callable[[], Collection[str]]) -> str:
-    with contextlib.suppress(Exception):  # what is asked for with the help decides which settings it shows
+    with contextlib.suppress(Exception):  # the other flags decide which settings the help shows
         flags.FLAGS([argument for argument in argv if argument not in HELP_FLAGS], known_only=True)
-    if not flags.FLAGS.is_parsed():  # it is wrong, and said to be when it is used
+    if not flags.FLAGS.is_parsed():  # they are wrong, which is reported when they are used
         flags.FLAGS.mark_as_parsed()
     left_out = hidden()
     own = [flag for flag in flags.FLAGS.get_key_flags_for_module(sys.argv[0]) if flag.name not in left_out]
@@ -343,7 +343,7 @@ def _help(argv: Sequence[str], help_texts: Callable | None, hidden: Callable[[],
 
 
 def help_page(story: str | None, own: Iterable[flags.Flag]) -> str:
-    """A story, unless python -OO has left it out, and what each flag is for."""
+    """A story, unless python -OO has removed it, and the help of each flag."""
     listed = {f.name: f"{f.help}{'' if f.default in (None, '') else f' (default: {f.default})'}" for f in own}
     return "\n\n".join([(story or "").strip(), _listing("Flags:", listed)])
 
@@ -353,15 +353,15 @@ def _listing(title: str, entries: dict[str, str]) -> str:
 
 
 def explain(error: Exception) -> None:
-    """Says in one line on stderr what is wrong with the input.
+    """Prints one line on stderr about what is wrong with the input.
 
-    Of a config file that raises, the flag and the exception are named, not the traceback between.
+    For a config file that raises, it names the flag and the exception, without the traceback in between.
     """
     message = error.as_flag if isinstance(error, SettingError) else str(error)
     lines = [line.strip() for line in message.splitlines() if line.strip()]
     if any(line.startswith("Traceback") for line in lines):
         lines = [lines[0], lines[-1]]
     line = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in " ".join(lines))
-    if len(line) > _LONGEST_LINE:  # a name that is too long stands before what is wrong with it
+    if len(line) > _LONGEST_LINE:  # a too long name comes before what is wrong with it
         line = f"{line[: _LONGEST_LINE // 2]}...{line[-_LONGEST_LINE // 2 :]}"
     print("error:", line, file=sys.stderr, flush=True)

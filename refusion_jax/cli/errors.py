@@ -1,4 +1,4 @@
-"""The exceptions that mean: the user's input is at fault, and here is what would be right."""
+"""The exceptions for faulty input, whose messages say what would be right."""
 
 import contextlib
 from collections.abc import Iterator
@@ -8,7 +8,7 @@ from typing import Any
 class UserError(ValueError):
     """Bad input. The message is one line that names the flag, file or line at fault; commands exit with code 2.
 
-    It is what a function raises that "refuses" something, as its docstring says.
+    Functions raise it whose docstrings say that they "refuse" something.
     """
 
 
@@ -26,12 +26,12 @@ class SettingError(UserError):
         return f"--{self.group}.{self}"
 
 
-class Failure(RuntimeError):  # noqa: N818  it is no error of ours or the user's
-    """What went wrong through nobody's input (a full disk). The message is one line; commands exit with code 1."""
+class Failure(RuntimeError):  # noqa: N818  neither our error nor the user's
+    """Something went wrong that is not the input's fault (a full disk). One line; commands exit with code 1."""
 
 
 def first_line(error: BaseException) -> str:
-    """The message of an exception in one line; its type where it has none."""
+    """The message of an exception in one line, or its type if the message is empty."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return (lines[0] if lines else type(error).__name__)[:300]
 

@@ -1,4 +1,4 @@
-"""Checks of what flags name, before any work is done for it: paths, numbers, and lists of numbers."""
+"""Checks of the values of flags before any work is done: paths, numbers, and lists of numbers."""
 
 import os
 from collections.abc import Iterable, Sequence
@@ -14,13 +14,13 @@ from refusion_jax.cli.paths import STORES, is_remote, is_text, names_no_store
 _PATHS = {
     *("workdir", "checkpoint", "input", "output", "data", "from", "to", "tokenizer", "config", "include_path"),
     *("compilation_cache", "hlo", "watch", "html", "compare", "task_data", "blocked_urls", "decontaminate"),
-    "stop",  # is a text, but in that, too, there must be something
+    "stop",  # a text, which must not be empty either
 }
 
 
 def check_values(values: flags.FlagValues) -> None:
-    """Refuses what can be no path, what is no text, and numbers with which nothing can be done."""
-    for name in values:  # those of settings have limits of their own
+    """Refuses invalid paths, invalid text, and unusable numbers."""
+    for name in values:  # settings have their own limits
         value = values[name].value
         for text in value if isinstance(value, list) else [value]:
             if isinstance(text, str) and "." not in name and name not in _PATHS - {"stop"}:
@@ -43,27 +43,27 @@ def check_values(values: flags.FlagValues) -> None:
 
 def check_reachable(flag: str, path: str) -> None:
     """Refuses a path in a store that cannot be reached, or whose client is not installed."""
-    import fsspec  # 0.1 s, which most have no use for
+    import fsspec  # 0.1 s, which most commands do not need
 
     try:
-        store, name = fsspec.url_to_fs(path, skip_instance_cache=True)  # no other survives the fork of `together`
+        store, name = fsspec.url_to_fs(path, skip_instance_cache=True)  # others do not survive the fork of `together`
         store.exists(name)
-    except Exception as error:  # noqa: BLE001  each store has errors of its own
+    except Exception as error:  # noqa: BLE001  stores raise errors of many kinds
         raise UserError(f"--{flag}={path} cannot be reached: {type(error).__name__}: {error}") from error
 
 
 def read_counts(flag: str, values: Sequence[str]) -> list[int]:
-    """The numbers of a flag that lists some, each at least 1."""
+    """The numbers in a flag's list, each at least 1."""
     if not values or not all(x.isascii() and x.isdecimal() and len(x) < 10 and int(x) for x in values):
         raise UserError(f"--{flag}={','.join(values)}: must be numbers from 1 to 999,999,999 with commas between")
     return [int(x) for x in values]
 
 
 def check_output(flag: str, path: epath.PathLike, directory: bool = False) -> None:
-    """Refuses a path that cannot be written, before any work is done for it."""
+    """Refuses a path that cannot be written, before any work is done."""
     if is_remote(path):
         return
-    if os.fspath(path).startswith(tuple(store[:-1] for store in STORES)):  # one slash is what pathlib leaves
+    if os.fspath(path).startswith(tuple(store[:-1] for store in STORES)):  # pathlib leaves one slash
         raise UserError(f"--{flag}={path}: must be a local path; copy what is there when it is done")
     path = Path(path).absolute()
     if directory and (signs := set("*?[\\") & set(str(path))):
@@ -87,9 +87,9 @@ def check_output(flag: str, path: epath.PathLike, directory: bool = False) -> No
 
 
 def check_file(flag: str, path: epath.PathLike, beginning: bytes, kind: str = "no page of ours") -> None:
-    """Refuses a path where no file can be written, and a file that does not begin as all that are written there do.
+    """Refuses a path where no file can be written, and an existing file without `beginning`, as it is not of this kind.
 
-    An empty file passes, as `mktemp` makes it, and so does what is no file: a pipe, a device.
+    An empty file passes, as from `mktemp`, and so does anything that is not a file: a pipe, a device.
     """
     check_output(flag, path)
     path = epath.Path(path) if is_remote(path) else Path(path)  # to etils a device is a file, too
@@ -104,7 +104,7 @@ def check_file(flag: str, path: epath.PathLike, beginning: bytes, kind: str = "n
 
 
 def check_apart(output: epath.PathLike, inputs: Iterable[epath.PathLike], flag: str = "output") -> None:
-    """Refuses to write over what is read, or into a directory that is read whole."""
+    """Refuses to overwrite an input, or to write into a directory that is read as a whole."""
     real = Path(os.path.realpath(output))
     for path in [] if is_remote(output) else inputs:
         if not is_remote(path) and Path(os.path.realpath(path)) in (real, *real.parents):

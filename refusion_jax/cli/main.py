@@ -19,7 +19,7 @@ _COMMANDS = sorted(
 
 
 def main() -> None:
-    """Runs the command that the first argument names; the others are its flags."""
+    """Runs the command that the first argument names; the other arguments are its flags."""
     command.guard(_run)
 
 
@@ -37,5 +37,5 @@ def _run() -> None:
         return
     if name not in _COMMANDS:
         raise UserError(f"refusion {name!r}: unknown; known: {', '.join(_COMMANDS)}")
-    gc.disable()  # while it is imported, as of `python -m`
+    gc.disable()  # during its import, as with `python -m`
     runpy.run_module(f"refusion_jax.{name}", run_name="__main__", alter_sys=True)

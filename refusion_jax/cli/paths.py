@@ -1,24 +1,24 @@
-"""What the text of a path tells: whether it lies in an object store (gs://...), and in which."""
+"""What the text of a path says: whether it is in an object store (gs://...), and in which one."""
 
 import os
 
 from etils import epath
 
-STORES = ("gs://", "s3://", "az://", "hf://")  # that etils knows
+STORES = ("gs://", "s3://", "az://", "hf://")  # known to etils
 
 
 def is_remote(path: epath.PathLike) -> bool:
-    """Whether a path lies in an object store."""
+    """Whether a path is in an object store."""
     return "://" in os.fspath(path)
 
 
 def is_text(path: epath.PathLike) -> bool:
-    """Whether a path, from the root, is UTF-8; any other cannot be given to libraries in C++."""
+    """Whether the absolute path is UTF-8; other paths cannot be passed to C++ libraries."""
     return is_remote(path) or not any("\udc80" <= c <= "\udcff" for c in os.path.abspath(path))
 
 
 def names_no_store(text: str) -> str:
-    """What is wrong with a path, or paths between commas, neither local nor in a known store; "" for nothing."""
+    """What is wrong with a path, or comma-separated paths, neither local nor in a known store; "" if nothing is."""
     elsewhere = [path for path in map(str.strip, text.split(",")) if not path.startswith(STORES)]
     if any("://" in path for path in elsewhere):
         return f"names no store that we know before ://, which are {', '.join(name[:-3] for name in STORES)}"

@@ -1,4 +1,4 @@
-"""How far a command is: a bar with rate and time left on stderr, at a terminal alone."""
+"""Progress bars with rate and remaining time, on stderr, only in a terminal."""
 
 import contextlib
 import sys
@@ -30,13 +30,13 @@ class _Rate(ProgressColumn):
 
 
 def progress(*columns: ProgressColumn, ticks: bool = True) -> Progress:
-    """A bar to be started and advanced; nothing where stderr is no terminal.
+    """A bar to be started and advanced; nothing if stderr is not a terminal.
 
-    What goes to stdout meanwhile is printed above the bar, but stays what it is where stdout is a file or a pipe.
+    Output to stdout meanwhile is printed above the bar, and is unchanged if stdout is a file or a pipe.
 
     Args:
-      *columns: by default what it is about, the bar, how many of how many, the rate and the time left.
-      ticks: draw it ten times a second, which what is measured meanwhile would notice; else as it advances.
+      *columns: by default the description, the bar, the count and total, the rate and the remaining time.
+      ticks: redraw it ten times per second, which would disturb measurements; otherwise only when it advances.
     """
     columns = columns or (_WHAT, BarColumn(), MofNCompleteColumn(), _Rate(), TimeRemainingColumn())
     how = {"disable": not sys.stderr.isatty(), "redirect_stdout": sys.stdout.isatty(), "auto_refresh": ticks}
@@ -44,14 +44,14 @@ def progress(*columns: ProgressColumn, ticks: bool = True) -> Progress:
 
 
 def track(items: Iterable[Any], what: str, total: int | None = None, ticks: bool = True) -> Iterator[Any]:
-    """The items, with a bar. See `progress` for `ticks`."""
+    """Iterates over items with a bar. See `progress` for `ticks`."""
     with progress(ticks=ticks) as bar:
         yield from bar.track(items, total, description=what)
 
 
 @contextlib.contextmanager
 def waiting(what: str) -> Iterator[None]:
-    """Shows the time that a block takes, where nobody knows how long it will."""
+    """Shows the elapsed time of a block of unknown duration."""
     with progress(_WHAT, BarColumn(), TimeElapsedColumn()) as bar:
         bar.add_task(what, total=None)
         yield

@@ -1,6 +1,6 @@
-"""How a setting is declared: once, with its default, its meaning and the values it may have.
+"""Declarations of settings: each once, with its default, its meaning and the values it may have.
 
-Config keys and decode settings are both declared so; `--help`, the checks and the errors follow from the declaration.
+Config keys and decode settings are both declared this way; `--help`, checks and errors follow from the declaration.
 """
 
 import dataclasses
@@ -37,7 +37,7 @@ class Setting:
             raise SettingError(group, name, value, why)
 
     def schema(self, value: Any) -> dict[str, Any]:
-        """A number, text or bool as JSON Schema, with this value as its default."""
+        """The JSON Schema of a number, text or bool, with this value as its default."""
         kinds = {bool: "boolean", int: "integer", float: "number", str: "string"}
         found = {"type": kinds[type(self.default)], "default": value, "description": self.help}
         limits = {"minimum": self.at_least, "maximum": self.at_most}
@@ -82,8 +82,8 @@ class Setting:
 def setting(default: Any, help: str, *, scope: str = "row", **limits: Any) -> Any:
     """A field of a dataclass of settings.
 
-    Its `scope` is "row" where each request of a batch may have a value of its own, "compiled" where all requests that
-    share a compiled program must agree, "batch" where it is of the whole call. The other arguments are `Setting`'s.
+    Its `scope` is "row" if each request of a batch may have its own value, "compiled" if all requests that share a
+    compiled program must agree, "batch" if it applies to the whole call. The other arguments are those of `Setting`.
     """
     declared = Setting(default, help, **limits)
     return dataclasses.field(default=default, metadata={"setting": declared, "scope": scope})

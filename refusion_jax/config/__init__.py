@@ -40,7 +40,7 @@ def default_config() -> ml_collections.ConfigDict:
 
 
 def help_texts(config: ml_collections.ConfigDict | None) -> dict[str, str]:
-    """Help text by flag, for the keys of a config's system; by default the default system's."""
+    """Help text by flag, for the keys of a config's system, by default of the default system."""
     chosen = (config or default_config()).objective
     return {f"config.{name}": command.help_text(key) for name, key in keys_of(chosen).items()}
 
@@ -54,7 +54,7 @@ def make_objective(config: ml_collections.ConfigDict, mask_id: int, eos_id: int 
         return system.objective(mask_id=mask_id, eos_id=eos_id, **own)
     except UserError:
         raise
-    except Exception as error:  # noqa: BLE001  whatever a system's own check may raise
+    except Exception as error:  # noqa: BLE001  a system's own check may raise anything
         raise UserError(f"--config.{system.section}: {type(error).__name__}: {first_line(error)}") from error
 
 
@@ -65,12 +65,12 @@ RESUMABLE = (
     *("accumulation", "remat", "log_every", "tracker", "profile_steps", "mesh", "checkpoint", "steps", "epochs"),
     *("guard", "debug_nans", "compilation_cache", "eval"),
 )
-# May differ as well, where --allow_change names them: they change what the rest of the run learns.
+# May differ as well if --allow_change names them: they change what the rest of the run learns.
 CHANGEABLE = (
     *("learning_rate", "schedule", "warmup_steps", "decay_steps", "final_lr_ratio", "weight_decay", "clip_norm"),
     "data",
 )
-# Keys that have an effect only with another one, what that must be, and whether a config has it.
+# Keys that have an effect only with another one: the condition in words, and whether a config fulfils it.
 _NEEDS = {
     "decay_steps": ("schedule=wsd", lambda c: c.schedule == "wsd"),
     **dict.fromkeys(("lora.alpha", "lora.targets", "lora.full"), ("lora.rank", lambda c: c.lora.rank)),
@@ -92,7 +92,7 @@ def check(c: ml_collections.ConfigDict) -> None:
     needed = {name: other for name, (other, has_effect) in _NEEDS.items() if not has_effect(c)}
     others = [other for name, other in systems().items() if name != c.objective]
     needed |= {f"{system.section}.{key}": f"objective={system.name}" for system in others for key in system.keys}
-    for name, other in needed.items():  # a config file may set what flags then leave without effect
+    for name, other in needed.items():  # a config file may set keys that flags then make useless
         if f"config.{name}" in flags.FLAGS and _get(c, name) != keys()[name].default:
             refuse(name, f"has no effect without --config.{other}")
     if c.batch_size % c.accumulation:
@@ -103,7 +103,7 @@ def check(c: ml_collections.ConfigDict) -> None:
     is_span = len(c.profile_steps) == 2 and all(type(step) is int for step in c.profile_steps)
     if c.profile_steps and not (is_span and 1 <= c.profile_steps[0] <= c.profile_steps[1]):
         refuse("profile_steps", "must be a first and a last step, counted from 1, such as (10,12)")
-    if not c.epochs:  # else the rows of the data decide how many steps there are
+    if not c.epochs:  # otherwise the number of rows determines the steps
         check_steps(c)
 
     m = c.model
@@ -130,7 +130,7 @@ def check(c: ml_collections.ConfigDict) -> None:
 
 
 def check_steps(c: ml_collections.ConfigDict) -> None:
-    """Refuses what does not fit into the steps of a run."""
+    """Refuses a schedule, or profiled steps, that do not fit into the steps of a run."""
     refuse = functools.partial(_refuse, c)
     if c.warmup_steps > c.steps:
         refuse("warmup_steps", f"must not exceed steps={c.steps}")
@@ -143,7 +143,7 @@ def check_steps(c: ml_collections.ConfigDict) -> None:
 
 
 def read_decode(c: ml_collections.ConfigDict) -> tuple[str, dict[str, Any]]:
-    """(the decoder, its settings) of the tasks that are scored while training, as eval.decode names them."""
+    """(decoder, its settings) for the tasks that are scored during training, from eval.decode."""
     flag = f"--config.eval.decode={c.eval.decode!r}"
     settings = read_settings(c.eval.decode.split(), flag)
     fitting = [name for name in decoders_for(c.objective) if not find_decoder(name).settings.auxiliary_models]
@@ -156,7 +156,7 @@ def read_decode(c: ml_collections.ConfigDict) -> tuple[str, dict[str, Any]]:
 
 
 def _check_keys(c: ml_collections.ConfigDict) -> None:
-    """Refuses a config file that invents a key or leaves one out (another type ml_collections refuses by itself)."""
+    """Refuses a config file that adds or removes keys (ml_collections itself refuses other types)."""
     known, given = keys().keys(), flatten(c.to_dict()).keys()
     for found, what in ((given - known, "is no config key"), (known - given, "is missing")):
         if found:

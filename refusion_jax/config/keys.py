@@ -1,6 +1,6 @@
 """Every config key: declared once, with its default, its meaning and the values it may have.
 
-A system's own keys are declared in its room and stand in a section of their own.
+A system's own keys are declared with the system, and form a section.
 """
 
 from refusion_jax.cli.errors import UserError
@@ -23,7 +23,7 @@ def _from_0(default: float, help: str, most: float) -> Setting:
 
 
 def _one_of(choices: str, help: str) -> Setting:
-    """One of some words, such as "last | all", of which the first is the default."""
+    """One of several words, given as "last | all"; the first one is the default."""
     words = tuple(choices.split(" | "))
     return Setting(words[0], f"{choices}: {help}", choices=words)
 

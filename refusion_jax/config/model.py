@@ -18,8 +18,8 @@ from refusion_jax.systems.registry import find_system
 def adopt_shape(config: ml_collections.ConfigDict, workdir: epath.Path) -> None:
     """Sets the keys of config.model that have their default values to those of the model that a run starts from.
 
-    Without init_from the shape stays as it is. Where the run has begun in `workdir`, its own config counts, since its
-    source may be gone; so do the steps that its epochs came to. A config that says another shape is refused.
+    Without init_from the shape stays as it is. If the run has already begun in `workdir`, its own config counts, since
+    its source may be gone, and so do its steps computed from epochs. A config with another shape is refused.
     """
     began = read_config(workdir) if (workdir / "config.json").exists() else None
     if began and config.epochs and config.epochs == began.epochs:
@@ -45,7 +45,7 @@ def adopt_shape(config: ml_collections.ConfigDict, workdir: epath.Path) -> None:
 
 
 def adopt_steps(config: ml_collections.ConfigDict, rows: int) -> None:
-    """Sets config.steps to what config.epochs of so many rows take, if there are any; they must fit the schedule."""
+    """Sets config.steps from config.epochs, if set, and the number of rows; the steps must fit the schedule."""
     if config.epochs:
         config.steps = max(1, math.ceil(config.epochs * rows / config.batch_size))
         check_steps(config)
@@ -56,8 +56,8 @@ def model_config(
 ) -> ModelConfig:
     """The shape of a run's model, and what its token ids mean; the embedding must have a row for each of them.
 
-    Without a tokenizer, for planning, ids are those of one that fills the vocabulary. `context` is what the weights
-    that the run starts from can read, in tokens; rows that are shorter take nothing from it.
+    Without a tokenizer, for planning, it assumes one that fills the vocabulary. `context` is the number of tokens that
+    the initial weights can read; shorter rows do not reduce it.
     """
     rows, system = config.model.vocab_size, find_system(config.objective)
     if tokenizer and tokenizer.size > rows:

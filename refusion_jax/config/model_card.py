@@ -1,4 +1,4 @@
-"""The model card of an export: what a run says of itself, as README.md."""
+"""The model card of an export: a README.md that describes the run."""
 
 import json
 
@@ -17,7 +17,7 @@ def model_card(workdir: epath.Path, step: int, name: str, form: str = "huggingfa
     settings = {key: value for key, value in own.items() if value != defaults.get(key)}
     scores = {}
     for record in read_log(workdir / "metrics.jsonl"):
-        if record.get("step", 0) <= step:  # the newest of each
+        if record.get("step", 0) <= step:  # keeps the newest value of each
             scores |= {key: value for key, value in record.items() if key == "loss" or key.startswith("eval_")}
     theirs = "`transformers` knows its layers, and decodes it left to right."
     if form == "peft":

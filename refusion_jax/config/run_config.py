@@ -30,7 +30,7 @@ def check_same_run(
     """Refuses a directory that holds another run, or prepared data.
 
     The values of `resumable` and `allowed` keys, or sections, may differ from those that the run was started with.
-    Returns what has changed of the latter: "KEY: OLD -> NEW" each.
+    Returns the changes of the latter, each as "KEY: OLD -> NEW".
     """
     if is_prepared(str(workdir)):
         raise UserError(f"--workdir={workdir}: holds prepared data; name another directory")
@@ -67,7 +67,7 @@ def claim(workdir: epath.Path, config: ml_collections.ConfigDict, model: ModelCo
 
 
 def _as_written(config: ml_collections.ConfigDict) -> str:
-    """As JSON, with `init_from` from the root: adapters are loaded with the model there, from any directory."""
+    """The config as JSON, with absolute `init_from`, so that a run with adapters can be loaded from any directory."""
     config = config.copy_and_resolve_references()
     if config.init_from and not is_remote(config.init_from):
         config.init_from = os.path.abspath(config.init_from)
@@ -81,9 +81,9 @@ def read_config(workdir: epath.Path) -> ml_collections.ConfigDict:
     try:
         with config.unlocked():
             config.update(content)
-    except (ValueError, TypeError, KeyError, AttributeError, OverflowError) as error:  # what ml_collections says
+    except (ValueError, TypeError, KeyError, AttributeError, OverflowError) as error:  # raised by ml_collections
         raise UserError(f"{path} cannot be read: {first_line(error)}") from error
     read = flatten(config.to_dict())
     if null := next((key for key in keys() if read.get(key) is None), None):
-        raise UserError(f"{path} cannot be read: {null} is null")  # which ml_collections lets pass
+        raise UserError(f"{path} cannot be read: {null} is null")  # ml_collections accepts it
     return config

@@ -1,4 +1,4 @@
-"""A log of JSON objects, one a line: one process at a time appends to it, and a kill at any byte leaves it usable."""
+"""A log of JSON objects, one per line: one process at a time appends to it, and a kill at any byte leaves it usable."""
 
 import json
 import os
@@ -14,7 +14,7 @@ from refusion_jax.distributed.storage import read_file, try_lock
 
 
 def parse_log(content: bytes) -> Iterator[dict[str, Any]]:
-    """The objects in a log; what a kill or a lost disk has cut off, or is no JSON object, is left out."""
+    """The objects in a log; lines that were cut off or are not JSON objects are left out."""
     for line in content.split(b"\n"):
         try:
             record = json.loads(line)
@@ -25,15 +25,15 @@ def parse_log(content: bytes) -> Iterator[dict[str, Any]]:
 
 
 def read_log(path: epath.PathLike) -> Iterator[dict[str, Any]]:
-    """The objects in a file; none where it does not exist, but UserError where it cannot be read."""
+    """The objects in a file; none if it does not exist, UserError if it cannot be read."""
     return parse_log(read_file(path) if epath.Path(path).exists() else b"")
 
 
 class AppendLog:
-    """The file is locked while it is open. A line that a kill has cut off is dropped when the next is added."""
+    """The file is locked while it is open. A line that a kill has cut off is dropped when the next one is added."""
 
     def __init__(self, path: Path, keeps_trying: bool = False, create: bool = True):
-        """Opens and locks it, or refuses what cannot be opened, or another process has open.
+        """Opens and locks the file; refuses one that cannot be opened, or that another process has open.
 
         With `keeps_trying`, lines that a full disk refuses are kept, and written with the next.
         """
@@ -48,7 +48,7 @@ class AppendLog:
             raise UserError(f"{path} is being written by another process; name another output")
 
     def read(self) -> tuple[bytes, bytes]:
-        """(all whole lines, what there is of one that was cut off)."""
+        """(all whole lines, the rest, which was cut off)."""
         with open(self._file, "rb", closefd=False) as file:
             file.seek(0)
             content = file.read()
@@ -56,9 +56,9 @@ class AppendLog:
         return content[:end], content[end:]
 
     def append(self, record: dict[str, Any]) -> None:
-        """Adds a record as a whole line, which a kill of this process does not take away.
+        """Adds a record as a whole line, which survives a kill of this process.
 
-        OSError where it cannot be written, unless the log keeps trying; the next call goes on.
+        OSError if it cannot be written, unless the log keeps trying: then the next call does.
         """
         if not self._left:
             self._drop_cut_off_line()
@@ -70,7 +70,7 @@ class AppendLog:
         os.fsync(self._file)
 
     def close(self) -> None:
-        """Writes what is left, if it can be, and releases the lock."""
+        """Writes what is left, if possible, and releases the lock."""
         if self._keeps_trying:
             self._write()
         os.close(self._file)

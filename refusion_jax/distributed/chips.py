@@ -1,4 +1,4 @@
-"""What each TPU generation can do, and how far published runs were from it: the one place for these numbers.
+"""The capabilities of each TPU generation, and how far published runs were from them: the one place for these numbers.
 
 Of NVIDIA's chips only peaks and bandwidths are here, from their data sheets.
 
@@ -23,14 +23,14 @@ class Calibration:
 
     factor: float  # published over estimated, the geometric mean of the generation's runs
     spread: float  # 95 % of runs are expected within the estimate divided by and multiplied with 1 + this
-    runs: int  # that this rests on
+    runs: int  # number of runs behind this
 
 
 @dataclasses.dataclass(frozen=True)
 class Chip:
-    """One JAX device of a TPU generation; rates are a second, sizes in bytes."""
+    """One JAX device of a TPU generation; rates are per second, sizes in bytes."""
 
-    device_kind: str  # what jax.Device.device_kind says
+    device_kind: str  # as in jax.Device.device_kind
     peak_flops: float  # dense bf16
     hbm_limit: float  # memory that a program may use
     hbm_bandwidth: float
@@ -38,9 +38,9 @@ class Chip:
     dcn_bandwidth: float | None  # of the data-centre network, a chip's part of its host's; None: not documented
     example: str  # a topology
     calibration: Calibration
-    matrix_unit: int = 128  # side of the unit that multiplies matrices: what is narrower leaves a part of it idle
+    matrix_unit: int = 128  # side of the matrix unit: narrower products leave a part of it idle
     per_chip: int = 1  # JAX devices of a chip
-    narrow: str = ""  # dtype, by its HLO name, whose products are documented to be twice as fast as those of bf16
+    narrow: str = ""  # dtype, by its HLO name, whose products are documented to be twice as fast as in bf16
 
 
 _G = 2.0**30
@@ -77,7 +77,7 @@ CHIPS = {
 
 
 def find_chip(topology: str) -> Chip:
-    """The chip of a topology such as "v5p:2x4x4"; UserError where the generation is unknown."""
+    """The chip of a topology such as "v5p:2x4x4"; UserError if the generation is unknown."""
     generation = topology.split(":")[0]
     if generation not in CHIPS or ":" not in topology:
         examples = ", ".join(chip.example for chip in CHIPS.values())
@@ -100,7 +100,7 @@ _GPUS = {
 
 
 def peak_flops(device_kind: str) -> float | None:
-    """Peak of dense bf16 arithmetic, FLOP/s, or None where it is not known (CPUs)."""
+    """Peak of dense bf16 arithmetic, FLOP/s, or None if unknown (CPUs)."""
     return _peaks(device_kind)[0]
 
 
@@ -112,7 +112,7 @@ def _peaks(device_kind: str) -> tuple[float, float] | tuple[None, None]:
 
 
 # Two cores of an AMD EPYC: weights in the last-level cache (32 MiB) are read as fast as they are multiplied; reading
-# larger ones from memory takes as long as computing about 16 tokens.
+# larger weights from memory takes as long as computing about 16 tokens.
 _CPU_CACHE, _CPU_TOKENS = 32 * 2**20, 16
 
 
@@ -120,8 +120,8 @@ def free_tokens(weight_bytes: int, device_kind: str, itemsize: int = 2) -> int:
     """How many tokens one forward pass can compute in the time in which its weights are read.
 
     That is where arithmetic and memory take the same time: peak FLOP/s over bytes/s (2 FLOPs per weight); on a
-    CPU a rule from measurements. 0 where nothing is known, and where nothing is free. Of `itemsize`, the bytes of a
-    weight, more than 2 count as 2, since wider products take longer too.
+    CPU a rule from measurements. 0 if nothing is known, or nothing is free. An `itemsize` (bytes per weight) above 2
+    counts as 2, since wider products take longer, too.
     """
     flops, bandwidth = _peaks(device_kind)
     if flops:

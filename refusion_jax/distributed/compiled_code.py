@@ -1,6 +1,6 @@
-"""Compiled programs kept on disk: native code that is run as it is found, so only where nobody else can put it.
+"""Caches of compiled programs on disk: native code that runs unchecked, so only where nobody else can write.
 
-A run may have been downloaded, so what lies in its directory is read only where the user says so.
+A run may have been downloaded, so a cache in its directory is read only if the user asks for it.
 """
 
 import grp
@@ -20,7 +20,7 @@ from refusion_jax.distributed.storage import absolute
 
 
 def keep_compiled(directory: epath.Path, whose: str) -> None:
-    """Has programs read from a cache that is kept in a directory, or written to it; the user's own cache goes first.
+    """Makes JAX read and write compiled programs in a cache in a directory; a cache set by the user has precedence.
 
     JAX's key covers the program, the compiler, its flags and the kind of machine (on a CPU its instruction set).
     With `whose` "own" it is in the user's cache directory instead; "shared": there, whoever can write to it; "off".
@@ -33,20 +33,20 @@ def keep_compiled(directory: epath.Path, whose: str) -> None:
     if not is_remote(directory):
         Path(directory).mkdir(mode=0o700, parents=True, exist_ok=True)
     jax.config.update("jax_compilation_cache_dir", str(directory))
-    compilation_cache.reset_cache()  # it may have been found missing before
+    compilation_cache.reset_cache()  # JAX may have found it missing before
 
 
 def keep_for_user(asked: str | None) -> None:
-    """Has programs kept for the next call of a command, in a directory where nobody but this user can put code.
+    """Keeps compiled programs for the next call of a command, in a directory where only this user can put code.
 
     `asked` is that directory, or "off"; None: one in the user's cache directory, if it can be used.
     """
-    # On a full disk JAX warns of every program that it cannot keep; the next call compiles it again.
+    # On a full disk JAX warns of every program that it cannot store; the next call compiles it again.
     warnings.filterwarnings("ignore", "Error writing persistent compilation cache entry")
-    if asked == "off" or jax.config.jax_compilation_cache_dir:  # JAX's own setting goes first
+    if asked == "off" or jax.config.jax_compilation_cache_dir:  # JAX's own setting has precedence
         return
     home = Path(os.environ.get("XDG_CACHE_HOME", ""))
-    if not home.is_absolute():  # which the XDG specification has ignored
+    if not home.is_absolute():  # ignored, as the XDG specification demands
         home = Path.home() / ".cache"
     directory = epath.Path(asked or home / "refusion_jax" / "compiled")
     try:
@@ -56,20 +56,20 @@ def keep_for_user(asked: str | None) -> None:
     except (OSError, UserError) as error:
         if asked:
             raise UserError(f"--compilation_cache={directory}: {error}") from error
-        return  # a home that cannot be trusted or written: without a cache, then
+        return  # a home that cannot be trusted or written: no cache
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
 
 
 def find_danger(directory: epath.Path) -> str | None:
     """Why somebody else could put code there, or None."""
-    if is_remote(directory):  # a bucket's writers include those of its project and organization, which it does not tell
+    if is_remote(directory):  # a bucket does not list all its writers, such as those of its organization
         return f"who can write to {directory} is not known"
     real = Path(os.path.realpath(directory))
     for path in [path for path in (real, *real.parents) if path.exists()]:
         about = path.stat()
         if about.st_uid not in (0, os.geteuid()):
             return f"{path} belongs to another user"
-        is_sticky = path != real and about.st_mode & stat.S_ISVTX  # others add, but do not replace
+        is_sticky = path != real and about.st_mode & stat.S_ISVTX  # others can add, but not replace
         if _others_can_write(about) and not is_sticky:
             return f"others can write to {path}"
     for path in real.iterdir() if real.is_dir() else ():
@@ -80,7 +80,7 @@ def find_danger(directory: epath.Path) -> str | None:
 
 
 def _others_can_write(about: os.stat_result) -> bool:
-    """Whether somebody else can; those of a group, unless it is this user's private one."""
+    """Whether somebody else can write; group members count, unless it is this user's private group."""
     if about.st_mode & stat.S_IWOTH or not about.st_mode & stat.S_IWGRP:
         return bool(about.st_mode & stat.S_IWOTH)
     try:

@@ -1,4 +1,4 @@
-"""The machine of this process: its cores, its parent, and what the C library does with memory that programs free."""
+"""The machine of this process: its cores, its parent, and the C library's handling of freed memory."""
 
 import ctypes
 import glob
@@ -12,12 +12,12 @@ _M_TRIM_THRESHOLD, _M_MMAP_MAX, _M_ARENA_MAX = -1, -4, -8  # of mallopt(3), whic
 
 
 def available_cores() -> int:
-    """CPU cores that this process may run on; where the system does not say, those of the machine."""
+    """CPU cores that this process may run on; if the system does not report it, those of the machine."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def end_with_parent(clean_up: Callable[[], None] = lambda: None) -> None:
-    """Ends a child of `multiprocessing` as soon as its parent is gone, however that ended; elsewhere, does nothing."""
+    """Ends a child of `multiprocessing` as soon as its parent has ended, in any way; elsewhere does nothing."""
 
     def wait():
         parent.join()
@@ -29,21 +29,21 @@ def end_with_parent(clean_up: Callable[[], None] = lambda: None) -> None:
 
 
 def return_freed_memory() -> None:
-    """Returns what is free to the kernel, in all heaps, also between what is in use.
+    """Returns free memory to the kernel, in all heaps, even between blocks in use.
 
-    The GNU C library makes up to eight heaps per core, and each keeps some of what is freed.
+    The GNU C library makes up to eight heaps per core, and each keeps some of the freed memory.
     """
     if hasattr(libc := ctypes.CDLL(None), "malloc_trim"):
         libc.malloc_trim(0)
 
 
 def keep_freed_memory() -> None:
-    """Where there is no accelerator, keeps what is freed for the next step. To be called before JAX has devices.
+    """Without an accelerator, keeps freed memory for the next step. To be called before JAX has devices.
 
     XLA for CPUs allocates the temporary arrays of every step anew. The GNU C library returns large ones to the kernel,
-    which clears their pages each time: 14 % of the processor time of a training step of SmolLM2-135M. Kept, they go to
-    one heap, since threads cannot have large arrays in heaps of their own. The peak of memory stays. With an
-    accelerator the host's memory peaks when checkpoints are written, and is returned.
+    which clears their pages each time: 14 % of the processor time of a training step of SmolLM2-135M. Arrays that are
+    kept go to one heap, since threads' own heaps cannot hold large arrays. The peak of memory does not change. With an
+    accelerator the host's memory peaks when checkpoints are written, so freed memory is returned.
     """
     if not any(map(glob.glob, ACCELERATORS)) and hasattr(libc := ctypes.CDLL(None), "mallopt"):
         for option, value in ((_M_ARENA_MAX, 1), (_M_MMAP_MAX, 0), (_M_TRIM_THRESHOLD, -1)):

@@ -1,6 +1,6 @@
-"""JSON that is read: a file, or a file of one value a line, into the type that the caller declares.
+"""Reads JSON, a file or a file with one value per line, as the type that the caller declares.
 
-The type is any that pydantic knows: a dataclass, a model, dict[str, Any]. Types are taken at their word ("3" is no
+The type can be any that pydantic supports: a dataclass, a model, dict[str, Any]. Types are strict ("3" is not a
 number), and fields that a type does not declare are refused.
 """
 
@@ -17,7 +17,7 @@ from etils import epath
 from refusion_jax.cli.errors import UserError
 from refusion_jax.distributed.storage import opened, read_file
 
-LINE = 1 << 24  # bytes of a line, at most: its values may take 37 times as much
+LINE = 1 << 24  # most bytes of a line: its values may take 37 times as much
 _T = TypeVar("_T")
 _adapter = functools.cache(pydantic.TypeAdapter)
 
@@ -25,7 +25,7 @@ _adapter = functools.cache(pydantic.TypeAdapter)
 def read_json(
     path: epath.PathLike, kind: type[_T] = dict[str, Any], extra: Literal["forbid", "ignore"] = "forbid"
 ) -> _T:
-    """The value that a file holds; with extra="ignore" it may have fields that its kind does not declare.
+    """The value in a file; with extra="ignore" it may have fields that its kind does not declare.
 
     UserError names the file, and the line or field at fault.
     """
@@ -33,9 +33,9 @@ def read_json(
 
 
 def read_json_lines(path: epath.PathLike) -> Iterator[tuple[int, dict[str, Any]]]:
-    """(number from 1, object) of each line of a file that is not blank.
+    """(number from 1, object) of each non-blank line of a file.
 
-    Lines end at a newline only: U+2028, U+2029 and U+0085 may stand inside a string.
+    Only newlines end lines: U+2028, U+2029 and U+0085 may occur inside a string.
     """
     with opened(path) as raw, io.BufferedReader(raw) as file:  # fsspec's readline has no bound
         for number, line in enumerate(iter(functools.partial(file.readline, LINE), b""), 1):
@@ -46,9 +46,9 @@ def read_json_lines(path: epath.PathLike) -> Iterator[tuple[int, dict[str, Any]]
 
 
 def parse_json(content: bytes, kind: type[_T], where: str, extra: Literal["forbid", "ignore"] = "forbid") -> _T:
-    """The value in some bytes of UTF-8, with or without a byte order mark.
+    """The value in UTF-8 bytes, with or without a byte order mark.
 
-    UserError where it is not JSON, or not of this kind: `where`, the field, and what it must be.
+    UserError if it is not JSON, or not of this kind; it names `where`, the field, and what it must be.
     """
     try:
         return _adapter(kind).validate_json(content.removeprefix(codecs.BOM_UTF8), strict=True, extra=extra)
@@ -65,5 +65,5 @@ def validation_fault(error: pydantic.ValidationError) -> str:
 
 
 def to_type(value: Any, kind: type[_T], where: str) -> _T:
-    """Does what `parse_json` does for a value that is parsed already."""
+    """As `parse_json`, for a value that is already parsed."""
     return parse_json(json.dumps(value).encode(), kind, where)

@@ -1,6 +1,6 @@
 """Several processes that train as one: how a process finds its peers, agrees with them, and leaves them.
 
-Nothing has to be told on a TPU pod, under Slurm, Open MPI or in a Kubernetes job: JAX asks the machine. Any other
+On a TPU pod, under Slurm, Open MPI or in a Kubernetes job nothing must be set: JAX asks the machine. Any other
 launcher (launch/local_hosts.sh is one) sets three environment variables for each process: JAX_COORDINATOR_ADDRESS
 (host:port of process 0), JAX_NUM_PROCESSES and JAX_PROCESS_ID.
 """
@@ -37,13 +37,13 @@ _PR_SET_PDEATHSIG = 1  # of prctl(2)
 
 @contextlib.contextmanager
 def together(peer_seconds: float = 300.0, lost_seconds: int = 60) -> Iterator[None]:
-    """Runs a block with the other processes of this run, if there are any; one that fails alone leaves at once.
+    """Runs a block together with the other processes of this run, if any; a process that fails alone exits at once.
 
-    After a Failure, as of a disk, launchers start all of them again. At the beginning it waits for the others for
-    `peer_seconds`; after a silence of `lost_seconds` another one counts as lost, and this one ends with EXIT_CODE.
+    After a Failure, such as of a disk, launchers start all of them again. At the beginning it waits for the others for
+    `peer_seconds`; one that is silent for `lost_seconds` counts as lost, and this process exits with EXIT_CODE.
     """
     if os.environ.get("JAX_PLATFORMS") == "cpu":
-        os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")  # on one host of a pod, on its CPU: the pod is not meant
+        os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")  # on the CPU of one host of a pod: the pod is not used
     automatic = (env for env in ClusterEnv._cluster_types if not env.opt_in_only_method)
     if _explicit() or not _is_alone() and any(env.is_env_present() for env in automatic):
         _go_on_in_a_child()
@@ -54,15 +54,15 @@ def together(peer_seconds: float = 300.0, lost_seconds: int = 60) -> Iterator[No
         if jax.process_count() == 1:
             raise
         if isinstance(error, Exception) and not isinstance(error, UserError):
-            time.sleep(lost_seconds + 5)  # where it is because another process was lost, JAX ends this one now
+            time.sleep(lost_seconds + 5)  # if another process was lost, JAX ends this one now
         code = _explain(error)
         sys.stdout.flush()
         sys.stderr.flush()
-        os._exit(code)  # an ordinary exit would wait minutes for the others, which wait for this one
+        os._exit(code)  # a normal exit would wait minutes for the others, which wait for this process
 
 
 def _explain(error: Exception | KeyboardInterrupt) -> int:
-    """Says why this process leaves alone, and gives its exit code."""
+    """Prints why this process exits alone, and returns its exit code."""
     if isinstance(error, KeyboardInterrupt | UserError | Failure):
         said, code = command.verdict(error)
         command.explain(said)
@@ -72,9 +72,9 @@ def _explain(error: Exception | KeyboardInterrupt) -> int:
 
 
 def initialize(peer_seconds: float = 300.0, lost_seconds: int = 60) -> None:
-    """Joins the other processes of this run, if there are any. To be called before anything asks for devices.
+    """Joins the other processes of this run, if any. Must be called before anything uses devices.
 
-    Refuses an environment that names some of them, but not enough to find them, or a port that is in use.
+    Refuses an environment in which some of the variables are missing, and a port that is in use.
     """
     given = _explicit()
     if not given and _is_alone():
@@ -91,7 +91,7 @@ def initialize(peer_seconds: float = 300.0, lost_seconds: int = 60) -> None:
             heartbeat_timeout_seconds=lost_seconds,
         )
     except ValueError as error:
-        if os.environ.get(_VARIABLES[0]) or "coordinator_address" not in str(error):  # JAX's words for: no cluster
+        if os.environ.get(_VARIABLES[0]) or "coordinator_address" not in str(error):  # JAX's message for: no cluster
             raise UserError(f"the other processes of this run cannot be found: {error}") from error
     except RuntimeError as error:
         raise UserError(f"JAX_COORDINATOR_ADDRESS={given[0] if given else ''}: {error}") from error
@@ -100,7 +100,7 @@ def initialize(peer_seconds: float = 300.0, lost_seconds: int = 60) -> None:
 
 
 def _check_port(address: str) -> None:
-    """Refuses a port that this process, the first, cannot open: jaxlib 0.10.2 then ends in a segmentation fault."""
+    """Refuses a port that this process, the first, cannot open: jaxlib 0.10.2 would crash with a segmentation fault."""
     try:
         both = socket.has_dualstack_ipv6()
         family = socket.AF_INET6 if both else socket.AF_INET
@@ -110,7 +110,7 @@ def _check_port(address: str) -> None:
 
 
 def _give_up(came: threading.Event, seconds: float) -> None:
-    """Ends a process whose peers do not come: JAX would end it with a dump of the machine's stack."""
+    """Ends a process whose peers do not arrive: JAX would abort it with a dump of the machine's stack."""
     if not came.wait(seconds):
         command.explain(
             TimeoutError(f"not all processes of this run came within {seconds:g} s; --peer_seconds waits longer")
@@ -119,15 +119,15 @@ def _give_up(came: threading.Event, seconds: float) -> None:
 
 
 def _go_on_in_a_child() -> None:
-    """Returns in a child process; this one waits for it, passes signals on, and ends with its exit code.
+    """Returns in a child process; this one waits for it, forwards signals, and exits with its exit code.
 
-    JAX aborts a process that has lost another, with a dump of its stack: of this the parent makes one line and
+    JAX aborts a process that has lost another, with a dump of its stack: the parent turns this into one line and
     EXIT_CODE.
     """
     said, stderr = os.pipe()
     child = os.fork()
     if not child:
-        os.setpgid(0, 0)  # Ctrl-C in a terminal goes to the parent alone, which passes it on
+        os.setpgid(0, 0)  # Ctrl-C in a terminal then goes only to the parent, which forwards it
         if hasattr(libc := ctypes.CDLL(None), "prctl"):  # Linux
             libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
         os.dup2(stderr, 2)
@@ -147,7 +147,7 @@ def _go_on_in_a_child() -> None:
                 os.write(2, line)
     code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
     if code == -signal.SIGABRT and dump:
-        time.sleep(1.0)  # a launcher is to hear first from the one that failed, if it has not died
+        time.sleep(1.0)  # so that launchers first see the exit of the process that failed, if it still lives
         command.explain(Failure("another process of this run was lost; start the same command again"))
         os._exit(EXIT_CODE)
     os.write(2, dump)
@@ -155,7 +155,7 @@ def _go_on_in_a_child() -> None:
 
 
 def _explicit() -> tuple[str, int, int] | None:
-    """Address, number of processes and own index from the environment; None where it says nothing of them."""
+    """(address, number of processes, own index) from the environment; None if it has neither of the numbers."""
     given = {name: os.environ[name] for name in _VARIABLES if os.environ.get(name)}
     if not given.keys() & set(_VARIABLES[1:]):
         return None
@@ -171,7 +171,7 @@ def _explicit() -> tuple[str, int, int] | None:
 
 
 def _is_alone() -> bool:
-    """Whether this is the only host of a TPU in a container, as those of Colab and Kaggle are.
+    """Whether this is the only host of a TPU in a container, as on Colab and Kaggle.
 
     JAX would ask Google's metadata server for the number of slices, which many containers do not reach.
     """
@@ -180,7 +180,7 @@ def _is_alone() -> bool:
 
 
 def fetch(arrays: Any) -> Any:
-    """Whole arrays on this host; on every host where several hold parts of them. A collective call then."""
+    """Whole arrays on this host; a collective call, on every host, if several hosts hold parts of them."""
     if all(x.is_fully_addressable for x in jax.tree.leaves(arrays)):
         return jax.device_get(arrays)
     return multihost_utils.process_allgather(arrays, tiled=True)
@@ -192,7 +192,7 @@ def all_agree(flag: bool) -> bool:
 
 
 def gather_texts(text: str) -> list[str]:
-    """The texts of all processes, in their order, without spaces at their ends."""
+    """The texts of all processes, in their order, without trailing spaces."""
     content = np.frombuffer(f"{text} ".encode(errors="backslashreplace"), np.uint8)
     longest = int(multihost_utils.process_allgather(np.array(content.size, np.int32)).max())
     padded = np.pad(content, (0, longest - content.size), constant_values=ord(" "))
@@ -200,12 +200,12 @@ def gather_texts(text: str) -> list[str]:
 
 
 def first_fault(fault: str | None) -> str | None:
-    """The first fault that any process has, so that all can name it; None where none has one."""
+    """The first fault that any process has, so that all can report it; None if there is none."""
     return next(filter(None, gather_texts(fault or "")), None)
 
 
 def check_same(what: str, *parts: bytes | str) -> None:
-    """Refuses to go on where processes hold other `parts`; `what` is the flag at fault, for the message."""
+    """Refuses to continue if `parts` differ between processes; `what` is the flag at fault, for the message."""
     digest = hashlib.blake2b(digest_size=16)
     for part in parts:
         digest.update(part.encode() if isinstance(part, str) else part)
@@ -215,7 +215,7 @@ def check_same(what: str, *parts: bytes | str) -> None:
 
 
 def check_shared(workdir: epath.Path) -> None:
-    """Refuses a directory that the processes do not share: a checkpoint of all hosts needs one that all see."""
+    """Refuses a directory that the processes do not share, as a checkpoint of all hosts must be in one place."""
     if jax.process_count() == 1:
         return
     made = [path for path in (workdir, *workdir.parents) if not path.exists()]

@@ -8,7 +8,7 @@ import jax
 
 
 class Profile:
-    """Traces the steps from a first to a last one on process 0; none where `steps` is empty."""
+    """Traces the steps from the first to the last in `steps` on process 0; none if it is empty."""
 
     def __init__(self, steps: Sequence[int], directory: Path):
         self._first, self._last = steps or (0, 0)
@@ -21,7 +21,7 @@ class Profile:
             self._is_tracing = True
 
     def after(self, step: int, outputs: Any) -> None:
-        """Writes the trace after the last step, once its outputs are there."""
+        """Writes the trace after the last step, once its outputs are ready."""
         if self._is_tracing and step == self._last:
             jax.block_until_ready(outputs)
             self.stop()

@@ -16,8 +16,8 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from refusion_jax.cli.errors import UserError
 
 # replica: copies over the data-centre network; data: copies inside a slice; fsdp: weights split over the batch's
-# chips; expert: the same, where a layer has experts, by whole ones; tensor: heads, mlp and vocabulary split; sequence:
-# rows split.
+# chips; expert: the same, but layers with experts are split by whole experts; tensor: heads, mlp and vocabulary split;
+# sequence: rows split.
 MESH_AXES = ("replica", "data", "fsdp", "expert", "tensor", "sequence")
 
 RULES: dict[str | None, tuple[str, ...]] = {
@@ -42,7 +42,7 @@ RULES: dict[str | None, tuple[str, ...]] = {
 def make_mesh(shape: Mapping[str, int], devices: list[jax.Device] | None = None) -> Mesh:
     """Arranges the devices in a mesh: neighbours on the network inside a slice, copies across slices.
 
-    Refuses sizes that do not multiply to the number of devices, and slices that do not each hold whole copies.
+    Refuses sizes that do not multiply to the number of devices, and slices that do not hold whole copies.
 
     Args:
       shape: sizes of MESH_AXES, 1 where not given; at most one is -1 and takes what the others leave.
@@ -73,7 +73,7 @@ def make_mesh(shape: Mapping[str, int], devices: list[jax.Device] | None = None)
 
 
 def describe(mesh: Mesh) -> str:
-    """For people: "8 TPU v5 lite (data=2, fsdp=4)"."""
+    """A text for people, such as "8 TPU v5 lite (data=2, fsdp=4)"."""
     split = ", ".join(f"{axis}={size}" for axis, size in mesh.shape.items() if size > 1)
     return f"{mesh.size} {mesh.devices.flat[0].device_kind}{f' ({split})' if split else ''}"
 
@@ -89,14 +89,14 @@ def sharding(mesh: Mesh, *axes: str | None) -> NamedSharding:
 
 
 def placed(shapes: Any, shardings: Any) -> Any:
-    """A tree of arrays, or their shapes, as `jax.ShapeDtypeStruct`s that say where each is to live."""
+    """A tree of arrays, or their shapes, as `jax.ShapeDtypeStruct`s with these shardings."""
     if isinstance(shardings, NamedSharding):
         shardings = jax.tree.map(lambda _: shardings, shapes)
     return jax.tree.map(lambda x, own: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=own), shapes, shardings)
 
 
 def shard_count(mesh: Mesh, axis: str) -> int:
-    """Into how many parts the mesh splits a logical axis."""
+    """The number of parts into which the mesh splits a logical axis."""
     return math.prod(mesh.shape[name] for name in RULES[axis])
 
 
@@ -107,12 +107,12 @@ def shard_count_here(axis: str) -> int:
 
 
 def device_kind_here() -> str:
-    """The kind of device that a program is traced for: of `jax.set_mesh`, outside it of the default one."""
+    """The kind of device that a program is traced for: that of `jax.set_mesh`, or outside it the default device's."""
     return (jax.sharding.get_abstract_mesh().abstract_device or jax.devices()[0]).device_kind
 
 
 def on_each_chip(function: Callable, in_specs: Any, out_specs: Any) -> Callable:
-    """The function run by every chip of the mesh on its own shards; the function itself outside `jax.set_mesh`."""
+    """Makes every chip of the mesh run the function on its own shards; outside `jax.set_mesh`, the function itself."""
     if jax.sharding.get_abstract_mesh().empty:
         return function
     return jax.shard_map(function, in_specs=in_specs, out_specs=out_specs, check_vma=False)
@@ -128,7 +128,7 @@ def _names(*axes: str, but: str | None = None) -> tuple[str, ...]:
 
 
 def all_gather(x: jax.Array, logical: str, axis: int) -> jax.Array:
-    """Puts the shards of a logical axis together along an array axis."""
+    """Concatenates the shards of a logical axis along an array axis."""
     names = _names(logical)
     return jax.lax.all_gather(x, names, axis=axis, tiled=True) if names else x
 
@@ -152,7 +152,7 @@ def all_max(x: jax.Array, logical: str) -> jax.Array:
 
 
 def shard_index(logical: str) -> jax.Array | int:
-    """Which shard of a logical axis this chip has."""
+    """The index of this chip's shard of a logical axis."""
     names = _names(logical)
     return jax.lax.axis_index(names) if names else 0
 

@@ -1,6 +1,6 @@
-"""Whole files, on a disk or in an object store (gs://...), and logs of a run that grow.
+"""Whole files, on a disk or in an object store (gs://...), and the growing logs of a run.
 
-Object stores know whole objects only: nothing can be appended to, and a write is atomic by itself.
+Object stores have only whole objects: nothing can be appended, and every write is atomic.
 """
 
 import contextlib
@@ -23,20 +23,20 @@ from etils import epath
 from refusion_jax.cli.errors import UserError, first_line
 from refusion_jax.cli.paths import is_remote
 
-SYNC_SECONDS = 60.0  # at most this much of a log is lost with a machine that vanishes
+SYNC_SECONDS = 60.0  # at most this much of a log is lost if the machine vanishes
 
-for _client in ("gcsfs", "s3fs", "adlfs", "fsspec"):  # log whole traces of what they then raise
+for _client in ("gcsfs", "s3fs", "adlfs", "fsspec"):  # they log whole traces of what they then raise
     loggers.getLogger(_client).setLevel(loggers.CRITICAL)
 
 
 def absolute(path: epath.Path) -> epath.Path:
-    """The path from the root; one in an object store is that already, and pathlib would spoil it."""
+    """The absolute path; one in an object store is already absolute, and pathlib would corrupt it."""
     return path if is_remote(path) else path.absolute()
 
 
 @contextlib.contextmanager
 def opened(path: epath.PathLike) -> Iterator[Any]:
-    """A file to read, in a `with` block; UserError names it where it cannot be read."""
+    """A file to read, in a `with` block; UserError names it if it cannot be read."""
     try:
         with epath.Path(path).open("rb") as file:
             yield file
@@ -52,25 +52,25 @@ def read_file(path: epath.PathLike) -> bytes:
 
 
 def kept_checksum(path: epath.Path) -> tuple[int, str] | None:
-    """(bytes, CRC-32C in base64) of an object as its store keeps them; nothing is read. None where it keeps none."""
+    """(bytes, CRC-32C in base64) of an object, as recorded by its store; None if it has none. Nothing is read."""
     if not is_remote(path):
         return None
-    import fsspec  # 0.1 s, which most have no use for
+    import fsspec  # 0.1 s, which most commands do not need
 
-    store, name = fsspec.url_to_fs(str(path), use_listings_cache=False)  # others write there, too
+    store, name = fsspec.url_to_fs(str(path), use_listings_cache=False)  # others write to it, too
     about = store.info(name)
     return (about["size"], about["crc32c"]) if "crc32c" in about else None
 
 
 def write_file(path: epath.PathLike, content: bytes | str) -> None:
-    """Writes a whole file or nothing, even if the machine dies in between, and makes the directories above it.
+    """Writes a whole file or nothing, even if the machine dies meanwhile, and creates the directories above it.
 
-    A file that is there keeps its mode, a link its target is written, a device or pipe is written through. After an
-    OSError what was there is there still, and nothing else.
+    An existing file keeps its mode; through a link, its target is written; a device or pipe is written to. After an
+    OSError everything is as before.
     """
     content = content.encode() if isinstance(content, str) else content
     path = epath.Path(path)
-    if is_remote(path):  # a write is atomic by itself
+    if is_remote(path):  # every write is atomic
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(content)
         return
@@ -88,9 +88,9 @@ def write_file(path: epath.PathLike, content: bytes | str) -> None:
 
 @contextlib.contextmanager
 def replacing(path: epath.PathLike) -> Iterator[Path]:
-    """A new local file to write, which takes the place of `path` when it is whole and on the disk, or is deleted.
+    """A new local file to write, which replaces `path` once it is whole and on the disk; after an error it is deleted.
 
-    It is in the directory of `path`, and its name begins with ".tmp-"; what is for an object store is copied there.
+    It is in the directory of `path`, and its name begins with ".tmp-"; for an object store, the whole file is copied.
     """
     if is_remote(path):
         with tempfile.TemporaryDirectory() as directory:
@@ -99,7 +99,7 @@ def replacing(path: epath.PathLike) -> Iterator[Path]:
         return
     target = Path(os.path.realpath(path))
     target.parent.mkdir(parents=True, exist_ok=True)
-    name = target.name[:50]  # a name has 255 bytes at most, and a character up to 4
+    name = target.name[:50]  # names have at most 255 bytes, and characters up to 4
     temporary = target.with_name(f".tmp-{name}.{secrets.token_hex(4)}")
     try:
         yield temporary
@@ -117,18 +117,18 @@ def replacing(path: epath.PathLike) -> Iterator[Path]:
 
 
 def try_lock(file: int | IO, path: epath.PathLike, shared: bool = False) -> bool:
-    """Takes the operating system's lock on an open file, which ends with the process: whether no other holds it."""
+    """Takes the operating system's lock on an open file, which ends with the process; False if another one holds it."""
     try:
         fcntl.flock(file, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
-    except OSError as error:  # some network file systems know no locks
+    except OSError as error:  # some network file systems have no locks
         logging.warning("%s cannot be locked (%s): see to it that only one process uses it", path, error.strerror)
     return True
 
 
 def remove(directory: epath.Path) -> None:
-    """Removes it until it stays away for a second: writes that a failed save has not waited for may make it anew."""
+    """Removes a directory until it stays away for a second: pending writes of a failed save may create it again."""
     gone = 0
     for _ in range(100):
         gone = 0 if directory.exists() else gone + 1
@@ -140,7 +140,7 @@ def remove(directory: epath.Path) -> None:
 
 
 class LogDirectory:
-    """Where logs of a run are appended to: its directory, or a local one that is copied there again and again.
+    """The directory in which logs of a run grow: the run's own, or a local one that is regularly copied there.
 
     `path` is the local directory. Close it to copy what is left.
     """
@@ -158,18 +158,18 @@ class LogDirectory:
         self._thread.start()
 
     def fetch(self, name: str) -> Path:
-        """A file to append to, with what it holds so far."""
+        """A file to append to, with its content so far."""
         local, there = self.path / name, self._workdir / name
         if is_remote(self._workdir) and not local.exists() and there.exists():
             local.write_bytes(there.read_bytes())
         return local
 
     def sync(self) -> None:
-        """Asks for a copy of what is new, and does not wait for it."""
+        """Requests a copy of new content, without waiting for it."""
         self._wake.set()
 
     def close(self) -> None:
-        """Copies what is new and waits for it."""
+        """Copies new content, and waits for it."""
         if is_remote(self._workdir):
             self._closing = True
             self._wake.set()
@@ -181,7 +181,7 @@ class LogDirectory:
         while not is_last:
             self._wake.wait(SYNC_SECONDS)
             self._wake.clear()
-            is_last = self._closing  # before the copies: a pass that began earlier lacks what was written last
+            is_last = self._closing  # before the copies: an earlier pass lacks what was written last
             for file in [path for path in self.path.rglob("*") if path.is_file()]:
                 stamp = file.stat().st_size, file.stat().st_mtime_ns
                 if self._copied.get(file) != stamp:
@@ -193,5 +193,5 @@ class LogDirectory:
             target.parent.mkdir(parents=True, exist_ok=True)
             target.write_bytes(file.read_bytes())
             self._copied[file] = stamp
-        except Exception as error:  # noqa: BLE001  each store has errors of its own; the next round tries again
+        except Exception as error:  # noqa: BLE001  stores raise errors of many kinds; the next round tries again
             logging.warning("%s cannot be written now: %s", target, first_line(error))

@@ -15,7 +15,7 @@ _BELOW_A_CUBE = {8: "2x2x1", 16: "2x2x2", 32: "2x2x4", 64: "2x4x4"}  # by Tensor
 
 
 def topology_of(name: str) -> str:
-    """The topology, such as "v5p:2x4x4", of an accelerator type; any other name is returned as it is."""
+    """The topology, such as "v5p:2x4x4", of an accelerator type; any other name is returned unchanged."""
     found = re.fullmatch(r"(v4|v5p|tpu7x|v5litepod|v5e|v6e)-([1-9][0-9]{0,4})", name)
     if not found:
         return name
@@ -28,7 +28,7 @@ def topology_of(name: str) -> str:
 
 
 def _of_cubes(cubes: int) -> str:
-    """The shape nearest to a cube of so many blocks of 4x4x4 chips, its shortest side first."""
+    """The shape nearest to a cube, made of `cubes` blocks of 4x4x4 chips, with its shortest side first."""
     shapes = (
         (a, b, cubes // (a * b))
         for a in range(1, cubes + 1)

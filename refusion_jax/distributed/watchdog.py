@@ -12,16 +12,16 @@ from collections.abc import Iterator
 
 from refusion_jax.distributed.preemption import EXIT_CODE
 
-_SLOWER = 10  # times the longest silence between the last steps is a hang
-_STEPS = 32  # whose silences are remembered
-_PATIENCE = 6  # times the least limit, where nothing is known
+_SLOWER = 10  # a silence of so many times the longest recent one is a hang
+_STEPS = 32  # number of recent silences
+_PATIENCE = 6  # times the least limit, as long as nothing is known
 
 
 class Watchdog:
-    """Wants to hear a sign of life within some minutes of the last; 0: never.
+    """Ends the process if there is no sign of life within `minutes` of the last one; 0: never.
 
-    It waits for ten times the longest silence of the last 32 steps where that is longer, and for six times the minutes
-    until there were 32, and after a sign that says so.
+    It waits longer, ten times the longest silence of the last 32 steps, if that is more. It waits for six times the
+    minutes until there have been 32, and after a sign with `is_slow`.
     """
 
     def __init__(self, minutes: float):

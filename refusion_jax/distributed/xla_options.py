@@ -1,21 +1,21 @@
-"""What we ask of XLA beyond its defaults, by TPU generation: the one place for compiler options.
+"""The options of XLA that differ from its defaults, by TPU generation: the one place for compiler options.
 
 Chosen by what they do to compiled programs (configs/refusion_8b.py, libtpu 0.0.51; `python -m refusion_jax.plan` shows
 it), and not measured on a TPU. Google publishes training runs with them: on v4 the asynchronous gathers, on v5p
 gathering, on TPU7x all that the SparseCores do here.
 
-all             A gather is never made an all-reduce in which every chip adds its part to zeros, which moves twice the
-                bytes and blocks. By default it is where a shard's side is no multiple of 128: 593 times in a step of
+all             A gather never becomes an all-reduce in which every chip adds its part to zeros, which moves twice the
+                bytes and blocks. By default it does if a shard's side is not a multiple of 128: 593 times in a step of
                 the 14B model on v5p:4x4x4, whose shards of 5,120 columns are 80 wide.
 v5e             All-gathers are fused with arithmetic by default ("async collective fusion"). The compiler refuses that
                 on every other generation.
 all but TPU7x   By default a product with a gathered weight becomes a loop over the parts of the weight that passes the
                 parts from chip to chip. With weights split along the axis that the product sums over, every turn of the
-                loop reads and writes the whole result: 3.1 TB of HBM traffic a step on v5p:2x4x4, against 0.6 TB
+                loop reads and writes the whole result: 3.1 TB of HBM traffic per step on v5p:2x4x4, versus 0.6 TB
                 without the loop; the 1.7B model on v5e:4x4 takes 30 % less time without. Off.
 v4              Gathers begin early and end late, during the arithmetic.
-v5p, v6e        So that the weights arrive during the arithmetic, the SparseCores gather them. Where a mesh axis lies
-                along all three axes of the torus (v5p) the compiler does not do that; asked to, it needs twice the
+v5p, v6e        So that the weights arrive during the arithmetic, the SparseCores gather them. If a mesh axis lies along
+                all three axes of the torus (v5p) the compiler does not do that; if it is made to, it needs twice the
                 time, for 2 to 4 % of the step.
 v5p, v6e        The SparseCores scatter the gradients, too, instead of an all-reduce of all of them on every chip, which
                 moves twice the bytes and blocks: 31.8 GB per step of 8B, 3 % of its time on v5p:2x4x4, 6 % on v6e:4x8.
@@ -57,12 +57,12 @@ def compiler_options(mesh: Mesh) -> dict[str, bool | int | str]:
 
 
 def versions() -> dict[str, str]:
-    """The versions of what compiles."""
+    """The versions of JAX and the compiler."""
     return {name: _version(name) for name in _PLANNED}
 
 
 def version_mismatch() -> str:
-    """One line where they are others than those that programs are planned and tested with; else empty."""
+    """One line if the versions differ from those that programs are planned and tested with; else empty."""
     others = [
         f"{name} {there} in place of {_PLANNED[name]}" for name, there in versions().items() if there != _PLANNED[name]
     ]

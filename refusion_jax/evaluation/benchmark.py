@@ -1,4 +1,4 @@
-"""Runs tasks of lm_eval (its own, the pinned ones, and the user's) and summarizes the cost of decoding."""
+"""Runs tasks of lm_eval (its own, pinned ones, and the user's) and summarizes the cost of decoding."""
 
 import contextlib
 import dataclasses
@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-os.environ.setdefault("TQDM_DISABLE", "1")  # bars of lm_eval and datasets would break up the log of a training run
+os.environ.setdefault("TQDM_DISABLE", "1")  # progress bars of lm_eval and datasets would clutter a training log
 
 import datasets
 import lm_eval
@@ -38,19 +38,19 @@ class Plan:
     tasks: Sequence[str]
     include_path: Path | None = None  # the user's task files; they override the pinned ones, which override lm_eval's
     task_data: Path | None = None  # a file TASK.jsonl in it replaces the download of the task's data
-    limit: int | None = None  # only the first so many problems of each task
-    num_fewshot: int | None = None  # few-shot examples, for tasks that have any
+    limit: int | None = None  # number of problems per task, from the first
+    num_fewshot: int | None = None  # number of few-shot examples, for tasks that have any
     allow_code_execution: bool = False
     unsafe: bool = False  # run generated code without the sandbox
     flags: str = "--"  # prefix of the flags, for error messages
 
 
 def load_tasks(plan: Plan) -> list[Task | Group]:
-    """The tasks with their data, each once, in its group if that is asked for; UserError for what cannot run."""
+    """The tasks with their data, each once, in its group if requested; UserError for tasks that cannot run."""
     for name, path in (("include_path", plan.include_path), ("task_data", plan.task_data)):
         if path and not path.is_dir():
             raise UserError(f"{plan.flags}{name}={path} is no directory")
-    for library in ("datasets", "huggingface_hub"):  # say line after line what they then raise
+    for library in ("datasets", "huggingface_hub"):  # they log many lines about what they then raise
         logging.getLogger(library).setLevel(logging.CRITICAL)
     logger = logging.getLogger("lm_eval")
     logger.handlers, logger.propagate = [_Last()], False
@@ -72,19 +72,19 @@ def load_tasks(plan: Plan) -> list[Task | Group]:
 
 
 def members(tasks: Sequence[Task | Group]) -> list[Task]:
-    """The tasks, those of groups included."""
+    """The tasks, including those in groups."""
     return [task for some in tasks for task in (some.get_all_tasks() if isinstance(some, Group) else [some])]
 
 
 @contextlib.contextmanager
 def _task_files(plan: Plan) -> Iterator[TaskManager]:
-    """lm_eval's index of task files; those with a file in `task_data` read that."""
+    """lm_eval's index of task files; tasks with a file in `task_data` read that."""
     paths = [PINNED, *([plan.include_path] if plan.include_path else [])]
     try:
         manager = TaskManager(include_path=paths, include_defaults=False)
         if has_others := not all(name in manager.all_tasks for name in plan.tasks):
             manager = TaskManager(include_path=paths)  # takes seconds, as lm_eval has thousands of files
-    except Exception as error:  # files of tasks hold anything
+    except Exception as error:  # task files may contain anything
         raise UserError(
             f"{plan.flags}include_path={plan.include_path}: cannot be searched for tasks: {_reason(error)}"
         ) from error
@@ -94,7 +94,7 @@ def _task_files(plan: Plan) -> Iterator[TaskManager]:
                 changed = {"include": str(manager.task_index[name].yaml_path.absolute()), "task": name}
                 changed |= {"dataset_path": "json", "dataset_name": None, "custom_dataset": None, "test_split": "test"}
                 changed["dataset_kwargs"] = {"data_files": {"test": str(_local_file(name, plan))}}
-                Path(directory, f"{name}.yaml").write_text(json.dumps(changed))  # which is YAML, too
+                Path(directory, f"{name}.yaml").write_text(json.dumps(changed))  # JSON is valid YAML
         if os.listdir(directory):
             manager = TaskManager(include_path=[*paths, directory], include_defaults=has_others)
         yield manager
@@ -108,7 +108,7 @@ def _load(manager: TaskManager, name: str, plan: Plan) -> dict[str, Any]:
         raise UserError(f"{plan.flags}tasks={name}: no such task; {hint}")
     try:
         return manager.load([name])
-    except (Exception, SystemExit) as error:  # datasets, the hub and task files raise whatever they like
+    except (Exception, SystemExit) as error:  # datasets, the hub and task files may raise anything
         file = f"DIR/{name if name in manager.all_subtasks else 'TASK'}.jsonl"
         raise UserError(
             f"{plan.flags}tasks={name}: it cannot be loaded: {_reason(error)}; if its data cannot be "
@@ -117,7 +117,7 @@ def _load(manager: TaskManager, name: str, plan: Plan) -> dict[str, Any]:
 
 
 class _Last(logging.Handler):
-    """Keeps the last error that lm_eval has logged: what it then raises may say nothing."""
+    """Keeps the last error that lm_eval has logged: the exception that it then raises may say nothing."""
 
     said = ""
 
@@ -142,7 +142,7 @@ def _check(task: Task, plan: Plan) -> None:
     if plan.num_fewshot and task.config.num_fewshot == 0:
         raise UserError(f"--num_fewshot={plan.num_fewshot}: {name} is a task without examples; leave the flag out")
     for metric, function in getattr(task, "_metric_fn_list", {}).items():
-        if function is None and not callable(task.config.process_results):  # which knows its own metrics
+        if function is None and not callable(task.config.process_results):  # it computes its own metrics
             raise UserError(f"{plan.flags}tasks={name}: there is no metric {metric}")
     if not getattr(task, "UNSAFE_CODE", False):
         return
@@ -157,7 +157,7 @@ def _check(task: Task, plan: Plan) -> None:
 
 
 class _Rehearsal(LM):
-    """Checks what it is asked and answers nothing."""
+    """Checks requests and gives empty answers."""
 
     def __init__(self, lm: EvaluatedModel):
         super().__init__()
@@ -177,10 +177,10 @@ class _Rehearsal(LM):
 
 
 def check_requests(lm: EvaluatedModel, plan: Plan, tasks: Sequence[Task | Group]) -> str:
-    """Has lm_eval ask and score empty answers, so that what can fail fails before anything is decoded: a digest of all.
+    """Runs lm_eval on empty answers, so that failures come before any decoding; returns a digest of all requests.
 
-    Only the shapes of the weights are needed. Raises UserError where the model cannot serve a request, or the kernel
-    does not support the sandbox.
+    Only the shapes of the weights are needed. Raises UserError if the model cannot serve a request, or the kernel does
+    not support the sandbox.
     """
     rehearsal = _Rehearsal(lm)
     for some in tasks:
@@ -188,14 +188,14 @@ def check_requests(lm: EvaluatedModel, plan: Plan, tasks: Sequence[Task | Group]
             _ask(lm, plan, [some], rehearsal)
         except UserError:
             raise
-        except (Exception, SystemExit) as error:  # a task file is a program of its own
+        except (Exception, SystemExit) as error:  # a task file is a program
             name = some.name if isinstance(some, Group) else some.config.task
             raise UserError(f"{plan.flags}tasks={name}: it cannot be asked: {_reason(error)}") from error
     return key_of(rehearsal.asked)
 
 
 def _ask(lm: EvaluatedModel, plan: Plan, tasks: Sequence[Task | Group], rehearsal: LM | None = None) -> dict[str, Any]:
-    """The results of lm_eval. In a rehearsal that is asked in place of the model, and no generated code is run."""
+    """The results of lm_eval. A `rehearsal` is asked in place of the model, and then no generated code is run."""
     for task in members(tasks):
         metadata = task.config.metadata or {}
         lm.task_settings[task.config.task] = metadata.get("decode", {}) if isinstance(metadata, dict) else {}
@@ -215,7 +215,7 @@ def _ask(lm: EvaluatedModel, plan: Plan, tasks: Sequence[Task | Group], rehearsa
 
 @functools.cache
 def _manager() -> TaskManager:
-    """A task manager for tasks that are loaded already; lm_eval's own takes seconds."""
+    """A task manager for tasks that are already loaded; creating lm_eval's takes seconds."""
     return TaskManager(include_path=[PINNED], include_defaults=False)
 
 

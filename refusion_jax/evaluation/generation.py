@@ -20,13 +20,13 @@ from refusion_jax.model.shape import ModelConfig
 from refusion_jax.model.transformer import Transformer
 from refusion_jax.systems.api import DecodeSettings, decoder_for, stream
 
-_SHORTEST_PROMPT = 16  # tokens of a truncated prompt, at least
+_SHORTEST_PROMPT = 16  # least tokens of a truncated prompt
 
 
 def settings_for(values: dict[str, Any], method: str, room: int, model: ModelConfig) -> Settings:
     """Decode settings for a model, with max_new_tokens rounded up to what the decoder supports.
 
-    Raises UserError where a setting is unknown or impossible, or answers do not fit into `room` tokens.
+    Raises UserError if a setting is unknown or impossible, or answers do not fit into `room` tokens.
     """
     plain = DecodeSettings(method, **values | {"max_new_tokens": 0}).for_model(model)
     new_tokens = -(-values["max_new_tokens"] // plain.multiple) * plain.multiple
@@ -50,7 +50,7 @@ def by_program(requests: Sequence[Request], model: ModelConfig) -> Iterator[tupl
 
 
 def check_fits(model: Transformer, requests: Sequence[Request]) -> None:
-    """Raises UserError, naming a size that fits, where a batch does not; the weights of the model may be abstract."""
+    """Raises UserError, naming a size that fits, if a batch does not; the weights of the model may be abstract."""
     for _, some in by_program(requests, model.config):
         mesh, decoder, own = mesh_of(model), decoder_for(some, model.config), some[0].settings
         rows = batch_rows(len(some), own.batch_size, mesh)
@@ -64,7 +64,7 @@ def generate(
     watch: Callable[[int, Answer], bool] | None,
     record: Callable[[int, Trajectory], object] | None = None,
 ) -> Iterator[tuple[int, Answer, float]]:
-    """Decodes requests, each with its own settings; an answer depends on its own request only.
+    """Decodes requests, each with its own settings; an answer depends only on its own request.
 
     `watch` and `record` are those of `queue.stream`, with the index of the request.
 

@@ -1,4 +1,4 @@
-"""Adapter that presents our models as a language model of lm_eval (EleutherAI's evaluation harness).
+"""An adapter that makes our models language models of lm_eval (EleutherAI's evaluation harness).
 
 Requests are answered by the continuous-batching queue (`generate_until`) or by the likelihood of the system
 (`loglikelihood`, `loglikelihood_rolling`). With a journal, every answer is written at once and never computed twice.
@@ -32,8 +32,8 @@ from refusion_jax.evaluation.likelihood import likelihoods, longest_scored
 from refusion_jax.model.transformer import Transformer
 from refusion_jax.systems.registry import system_of
 
-_NEW_TOKENS = 256  # lm_eval's default, where neither flags nor task set it
-# What lm_eval's own models read the length of an answer from; of several the first counts.
+_NEW_TOKENS = 256  # lm_eval's default, if neither flags nor task set it
+# Options from which lm_eval's own models read the length of an answer; the first one present counts.
 _LENGTHS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
 _TEXTS = 256  # scored between two writes to the journal
 
@@ -45,13 +45,13 @@ class Sample:
     key: str
     request: Request
     until: Stops
-    limit: int  # only so many tokens of the answer are used
-    is_cut: bool  # whether the beginning of the prompt was cut off
+    limit: int  # number of tokens of the answer that are used
+    is_cut: bool  # whether the prompt's beginning was cut off
 
 
 @dataclasses.dataclass(eq=False, repr=False)
 class EvaluatedModel(TemplateLM):
-    """A model with its tokenizer and decode settings, as lm_eval uses it."""
+    """A model with its tokenizer and decode settings, in lm_eval's form."""
 
     model: Transformer  # from `load_model`
     tokenizer: Tokenizer
@@ -59,13 +59,13 @@ class EvaluatedModel(TemplateLM):
     name: str  # where the model came from
     method: str  # name of the decoder
     flags: dict[str, Any]  # decode settings from the command line; they override those of tasks and requests
-    fingerprint: str = ""  # changes with the weights, since a journal may hold answers of other ones
+    fingerprint: str = ""  # changes with the weights, since a journal may hold answers from others
     journal: Journal = dataclasses.field(default_factory=lambda: Journal(None))  # of all answers; by default in memory
     chat: bool = False  # whether prompts are rendered by the tokenizer's chat template
     thinking: bool | None = None  # `enable_thinking` of the chat template; None: as in training
-    scoring: dict[str, Any] | None = None  # slot_size, order, draws and seed of `likelihoods`, where not the defaults
+    scoring: dict[str, Any] | None = None  # slot_size, order, draws and seed of `likelihoods`, unless default
     alive: Callable[[], None] = lambda: None  # called after every answer
-    played: int = 0  # problems of each task, from the first, whose answers are kept forward by forward, for a page
+    played: int = 0  # number of problems per task whose decoding is recorded, for a page
 
     def __post_init__(self):
         super().__init__()
@@ -77,7 +77,7 @@ class EvaluatedModel(TemplateLM):
         self.known: dict[str, dict[str, Any]] = self.journal.records
         self.known_before = set(self.known)
         self.task_settings: dict[str, dict[str, Any]] = {}  # by task; from the metadata of its file
-        # Samples that were asked for, by task and number of the problem.
+        # Requested samples, by task and number of the problem.
         self.asked: dict[str, dict[int, list[Sample]]] = collections.defaultdict(lambda: collections.defaultdict(list))
 
     def _keep(self, key: str, record: dict[str, Any]) -> None:
@@ -102,11 +102,11 @@ class EvaluatedModel(TemplateLM):
 
     @property
     def tokenizer_name(self) -> str:
-        """Required by lm_eval for its cache of prompts, which is not used."""
+        """Required by lm_eval for its prompt cache, which is not used."""
         return self.name
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: object) -> list[int]:
-        """Token ids as the model was trained on them: with its BOS token, if any, or as a chat."""
+        """Token ids in the form used in training: with the BOS token, if any, or as a chat."""
         if self.chat and add_special_tokens is not False:
             return self.tokenizer.encode_chat([string])[0]
         ids = self.tokenizer.encode([string])[0]
@@ -152,20 +152,20 @@ class EvaluatedModel(TemplateLM):
             kept = self._record(some[at], answer, seconds)
             if at in played:
                 decodings.add(at, wanted[at], answer, kept["tokens"])
-                # What is planned is left out: without it, a log of many steps stays small.
+                # Plans are left out, so that a log of many steps stays small.
                 scene = dataclasses.replace(decodings.scenes[at], plans=[[] for _ in range(answer.forwards)])
                 kept["scene"] = dataclasses.asdict(scene)
             self._keep(some[at].key, kept)
             self.cache_hook.add_partial("generate_until", requests[missing[at]].args, self.known[some[at].key]["text"])
         records = exchange(self.model, [self.known[samples[number].key] for number in own], len(samples))
-        self.known |= {a.key: record for a, record in zip(samples, records, strict=True)}  # with those of other hosts
+        self.known |= {a.key: record for a, record in zip(samples, records, strict=True)}  # also other hosts'
         return [record["text"] for record in records]
 
     def check(self, requests: list[Instance]) -> None:
         """Checks requests before anything is decoded.
 
-        Raises UserError where answers do not fit into the model's context, or the batch not into memory, or where texts
-        are to be scored and the system defines no likelihood.
+        Raises UserError if answers do not fit into the model's context, if the batch does not fit into memory, or if
+        texts are to be scored and the system defines no likelihood.
         """
         system = system_of(self.method)
         scored = [request for request in requests if request.request_type != "generate_until"]
@@ -178,7 +178,7 @@ class EvaluatedModel(TemplateLM):
         check_fits(self.model, [sample.request for sample in self.samples(generated)])
 
     def samples(self, requests: list[Instance]) -> list[Sample]:
-        """The sample to decode for each request; a repeated request gets another sample each time."""
+        """The sample to decode for each request; a repeated request gets a new sample each time."""
         times: collections.Counter[str] = collections.Counter()
         samples = []
         for request in requests:
@@ -220,7 +220,7 @@ class EvaluatedModel(TemplateLM):
         record = to_record(sample.key, answer, self.tokenizer, sample.until)
         return {
             "text": record["text"],
-            "tokens": len(record["tokens"]),  # what was decoded after the stop string is of no use: not counted
+            "tokens": len(record["tokens"]),  # what was decoded after the stop string is useless and not counted
             "forwards": answer.forwards,
             "finish_reason": record["finish_reason"],
             "is_cut": sample.is_cut,
@@ -234,7 +234,7 @@ class EvaluatedModel(TemplateLM):
         return self._score([(context, continuation) for _, context, continuation in requests])
 
     def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> list[float]:
-        """log p of whole texts; of longer ones than the model reads, in windows with as much context as fits."""
+        """log p of whole texts; texts longer than the context are scored in windows with as much context as fits."""
         texts, of_text = [], []
         for number, request in enumerate(requests):
             windows = get_rolling_token_windows(
@@ -269,7 +269,7 @@ class EvaluatedModel(TemplateLM):
 
 
 def key_of(*parts: object) -> str:
-    """A digest of values that can be written as JSON; the same in every process."""
+    """A digest of JSON values; the same in every process."""
     return hashlib.blake2b(json.dumps(parts, sort_keys=True).encode(), digest_size=16).hexdigest()
 
 

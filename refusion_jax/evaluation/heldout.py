@@ -1,8 +1,8 @@
 """Held-out loss: the objective on rows that are never trained on.
 
-The noise of a row depends on nothing but the row, so that evaluations can be compared between steps, runs and numbers
-of devices. The objective sees the whole set as one batch, with weights normalized over all of it, which is then run
-part by part: so the loss is exact, whatever the size of the last part.
+The noise of a row depends only on the row, so that evaluations can be compared between steps, runs and numbers of
+devices. The objective sees the whole set as one batch, with weights normalized over all of it, which is then run part
+by part: so the loss is exact, whatever the size of the last part.
 
 Axes: N rows of the set, padded with empty ones to whole batches of B; T row length.
 """
@@ -34,19 +34,19 @@ from refusion_jax.model.transformer import Transformer
 from refusion_jax.systems.interface import Objective
 from refusion_jax.systems.registry import decoders_for, system_of
 
-_MOST, _NONE = 16, 2**31 - 1  # values of a diagnostic for which losses are reported; what stands for none
+_MOST, _NONE = 16, 2**31 - 1  # values of a diagnostic for which losses are reported, at most; stands for no value
 BITS = ("eval_bits_per_byte", "eval_bits_per_byte_is_bound")
 _SEED = 0  # the same for every run, for comparison
-_ROWS, _TOKENS = 8, 2**14  # per forward and device at most, where no run says
+_ROWS, _TOKENS = 8, 2**14  # most per forward and device, unless a run sets it
 
 
 def _keys(rows: Rows) -> jax.Array:
-    """[N] PRNG keys: the noise of each row."""
+    """[N] PRNG keys for the noise of each row."""
     return noise_keys(_SEED, jnp.int32(0), rows.tokens.shape[0])
 
 
 def _distinct(batch: Batch) -> dict[str, jax.Array]:
-    """The values that labelled tokens have, the _MOST least, of each integer diagnostic; then _NONE."""
+    """The _MOST lowest values of each integer diagnostic among labelled tokens, padded with _NONE."""
     counts = {name: x for name, x in batch.diagnostics.items() if jnp.issubdtype(x.dtype, jnp.integer)}
     counted = is_labelled(batch)
     return {name: jnp.unique(jnp.where(counted, x, _NONE), size=_MOST, fill_value=_NONE) for name, x in counts.items()}
@@ -81,7 +81,7 @@ def make_loss(
 
     def evaluate(params: dict, rows: Rows) -> dict[str, jax.Array]:
         batch = objective.batch(rows, _keys(rows))
-        groups = {} if batch.combine else _groups(batch.diagnostics, sizes)  # `combine` makes no means over tokens
+        groups = {} if batch.combine else _groups(batch.diagnostics, sizes)  # `combine` has no means over tokens
 
         def part(_, some):
             batch, groups = some
@@ -109,8 +109,8 @@ def evaluate_model(
 ) -> dict[str, float | None]:
     """The held-out loss of a trained model, as logged in training; None for groups without documents.
 
-    The loss does not depend on the batch size, which is one for the devices here, not that of the run. The config is
-    that of its run, with the row_length and eval.rows of the sets.
+    The loss does not depend on the batch size, which is chosen for the devices here. The config is that of the model's
+    run, with the row_length and eval.rows of the sets.
     """
     mesh, (graphdef, params) = mesh_of(model), nnx.split(model)
     config = config.copy_and_resolve_references()
@@ -124,7 +124,7 @@ def evaluate_model(
 
 
 def find_held_out(config: ml_collections.ConfigDict, tokenizer: Tokenizer) -> list[RowSource]:
-    """The held-out sets of a run, if any: eval.path (or UserError), else those that were prepared with its data."""
+    """The held-out sets of a run, if any: eval.path (UserError if unusable), else those prepared with its data."""
     if config.eval.path:
         paths = prepared_paths(config.eval.path, "eval.path") or [config.eval.path]
         return [read_rows(config, path, tokenizer, "eval.path") for path in paths]
@@ -139,7 +139,7 @@ def make_held_out(
     objective: Objective,
     mesh: Mesh,
 ) -> Callable[[dict], dict[str, Any]] | None:
-    """(weights) -> held-out losses and, where known, bits per byte of responses; None where a run has no such rows."""
+    """(weights) -> held-out losses and, where known, bits per byte of responses; None if a run has no such rows."""
     sets = find_held_out(config, tokenizer)
     if not sets:
         return None
@@ -159,7 +159,7 @@ def make_held_out(
 
 
 def pick(config: ml_collections.ConfigDict, sets: list[RowSource]) -> list[tuple[RowSource, int]]:
-    """(set, index) of eval.rows rows, evenly spaced, as many of each set; UserError: none, or others on a host."""
+    """(set, index) of eval.rows evenly spaced rows, the sets taking turns; UserError if empty, or if hosts differ."""
     check_same("what --config.eval.path holds", *(rows.fingerprint() for rows in sets))
     most = config.eval.rows or max(map(len, sets))
     places = [(number, i) for i in range(most) for number, rows in enumerate(sets) if i < len(rows)]

@@ -1,6 +1,6 @@
 """Splits the requests of an evaluation over hosts: each of n hosts answers every n-th one, and all get all answers.
 
-A model that is sharded over all hosts, as in training, answers every request on all of them together instead.
+If the model is sharded over all hosts, as in training, all of them answer every request together instead.
 """
 
 import json
@@ -26,13 +26,13 @@ def open_journal(directory: Path) -> Journal:
 
 
 def own_share(model: Transformer, count: int) -> range:
-    """Indices of the requests that this host answers; all where the weights are sharded over several hosts."""
+    """Indices of the requests that this host answers; all if the weights are sharded over several hosts."""
     hosts = _hosts(model)
     return range(jax.process_index() % hosts, count, hosts)
 
 
 def exchange(model: Transformer, own: Sequence[Any], count: int) -> list[Any]:
-    """The answers to all `count` requests; every host calls this with those of its share, which JSON can hold."""
+    """The answers to all `count` requests; every host calls this with the answers of its share, as JSON values."""
     hosts = _hosts(model)
     if hosts == 1:
         return list(own)

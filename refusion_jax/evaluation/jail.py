@@ -1,20 +1,20 @@
 """The inner part of the sandbox: a script that isolates itself and then executes the program.
 
 `sandbox.run` starts it with a bare interpreter, a JSON object on stdin and an empty environment. It uses the standard
-library only and imports no other module of ours. Where the isolation fails, it reports so without running the program.
+library only and imports none of our modules. If the isolation fails, it reports that without running the program.
 
     this process     waits, and kills the others on timeout
-      process 1      judges; in its own PID namespace: when it ends, the kernel kills all processes in there
+      process 1      judges; in its own PID namespace: when it ends, the kernel kills all processes in it
         process 2    without privileges and under limits, in a root directory with a Python and an empty directory
 
-The program holds no descriptor and no secret by which it could say that it passed. Process 2 stops itself twice by the
-same calls: before the program begins, and when it has come to its end. Process 1 reads in /proc where it stands then,
-and only the very same place counts: the same system call with the same arguments, stack pointer and instruction. A
+The program has no descriptor and no secret with which it could claim to have passed. Process 2 stops itself twice by
+the same calls: before the program begins, and after it has reached its end. Process 1 reads in /proc where it stopped,
+and only exactly the same place counts: the same system call with the same arguments, stack pointer and instruction. A
 program that stops or exits by itself is somewhere else and has failed.
 
-What nobody outside can see, as the program and its checks share an interpreter: that it cheats the checks themselves
-(by an object that equals everything, or a trace function that jumps over lines), or brings the stack pointer to the
-very same place, by native code or by calls that are nested with care.
+Some things cannot be seen from outside, as the program and its checks share an interpreter: cheating the checks
+themselves (by an object that equals everything, or a trace function that skips lines), or bringing the stack pointer to
+exactly the same place, by native code or carefully nested calls.
 """
 
 import contextlib
@@ -53,8 +53,8 @@ _CAPABILITIES_V3 = 0x20080522
 _MOUNT_SETATTR = 442  # on every architecture
 _PIVOT_ROOT = {"x86_64": 155, "aarch64": 41}
 
-# System calls (<asm/unistd.h>) that no answer to a problem needs. Some make memory that no limit covers, some reach
-# other processes or the keys of the user, some hand work to the kernel that it does by other rules.
+# System calls (<asm/unistd.h>) that no answer to a problem needs. Some allocate memory that no limit covers, some reach
+# other processes or the user's keys, some hand work to the kernel that it does under other rules.
 _FORBIDDEN = {
     "x86_64": {
         "memory": (29, 64, 68, 240, 319, 447),  # shmget, semget, msgget, mq_open, memfd_create, memfd_secret
@@ -70,9 +70,9 @@ _FORBIDDEN = {
     },
 }
 _CLONE = {"x86_64": 56, "aarch64": 220}
-_CLONE3 = 435  # on every architecture; as no filter sees its flags, it is not there, and the C library takes clone
+_CLONE3 = 435  # on every architecture; hidden, as filters cannot see its flags: the C library then uses clone
 _SOCKET = {"x86_64": 41, "aarch64": 198}
-_FAMILIES = (1, 2, 10)  # of sockets: those of Unix and IP, which lead nowhere, as the network namespace is empty
+_FAMILIES = (1, 2, 10)  # of sockets: Unix and IP, which lead nowhere, as the network namespace is empty
 _AUDIT_ARCH = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}  # <linux/audit.h>
 _X32 = 0x40000000  # in the numbers of x86_64's second table of system calls
 _PR_SET_SECCOMP, _SECCOMP_MODE_FILTER = 22, 2
@@ -85,7 +85,7 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def _call(name: str, *arguments: object) -> None:
-    """Calls a function of the C library; OSError where it returns -1."""
+    """Calls a function of the C library; OSError if it returns -1."""
     if getattr(_libc, name)(*arguments) == -1:
         number = ctypes.get_errno()
         raise OSError(number, f"{name}: {os.strerror(number)}")
@@ -111,7 +111,7 @@ def enter_namespaces() -> None:
 
 
 def build_root(read_only: list[str], disk: int) -> None:
-    """Changes to a root directory in memory, of so many bytes, that contains some directories and files read-only."""
+    """Changes to a root directory in memory, of `disk` bytes, that contains the `read_only` directories and files."""
     new = os.getcwd()
     _mount("none", "/", None, _MS_REC | _MS_PRIVATE)
     _mount("tmpfs", new, "tmpfs", _MS_NOSUID | _MS_NODEV, f"size={disk},nr_inodes=10000,mode=755")
@@ -136,7 +136,7 @@ def build_root(read_only: list[str], disk: int) -> None:
 
 
 def drop_root(job: dict) -> None:
-    """Changes from root to a user without privileges, as the limit on processes does not hold for root."""
+    """Changes from root to a user without privileges, as the limit on processes does not apply to root."""
     if os.getuid() == 0:
         user = job["user"] if job["isolated"] else _NOBODY
         os.chown(".", user, _NOBODY)
@@ -146,12 +146,12 @@ def drop_root(job: dict) -> None:
 
 
 def hide() -> None:
-    """Keeps from the program what its ancestors have: their session keyring, and their open files.
+    """Hides the session keyring and the open files of its ancestors from the program.
 
-    A process that is not dumpable is not traced, and no descriptor is taken from it, by others of the same user. Its
-    children are not dumpable either, until they execute the program.
+    Other processes of the same user cannot trace a process that is not dumpable, or take its descriptors. Its children
+    are not dumpable either, until they execute the program.
     """
-    with contextlib.suppress(OSError):  # a kernel or container without keys grants none to the program either
+    with contextlib.suppress(OSError):  # a kernel or container without keys gives the program none either
         _call("syscall", _KEYCTL.get(platform.machine(), -1), _JOIN_SESSION_KEYRING, None)
     _call("prctl", _PR_SET_DUMPABLE, 0, 0, 0, 0)
 
@@ -164,14 +164,14 @@ def drop_capabilities() -> None:
 
 
 def forbid_system_calls() -> None:
-    """Has the kernel refuse `_FORBIDDEN` and other families of sockets, with EPERM, and end whoever changes the ABI."""
+    """Makes the kernel refuse `_FORBIDDEN` and other socket families, with EPERM, and kill callers of another ABI."""
     machine = platform.machine()
     numbers = [number for group in _FORBIDDEN[machine].values() for number in group]
     filters = [(_LOAD, 0, 0, _ARCH), (_EQUAL, 1, 0, _AUDIT_ARCH[machine]), (_RETURN, 0, 0, _KILL)]
     filters += [(_LOAD, 0, 0, _NUMBER), (_AT_LEAST, 0, 1, _X32), (_RETURN, 0, 0, _DENY)]
     for number in numbers:
         filters += [(_EQUAL, 0, 1, number), (_RETURN, 0, 0, _DENY)]
-    # In a user namespace of its own a program would be root, and mount memory that no limit covers.
+    # In its own user namespace a program would be root, and could mount memory that no limit covers.
     filters += [(_EQUAL, 0, 1, _CLONE3), (_RETURN, 0, 0, _ABSENT)]
     filters += [(_EQUAL, 0, 4, _CLONE[machine]), (_LOAD, 0, 0, _ARGUMENT), (_ANY, 0, 1, _NEWUSER)]
     filters += [(_RETURN, 0, 0, _DENY), (_RETURN, 0, 0, _ALLOW)]
@@ -186,7 +186,7 @@ def forbid_system_calls() -> None:
 
 
 def set_limits(job: dict) -> None:
-    """Sets the resource limits of each process, and the number of processes in all."""
+    """Sets the resource limits of each process, and the total number of processes."""
     for what, most in (
         (resource.RLIMIT_CPU, int(job["seconds"]) + 1),
         (resource.RLIMIT_AS, job["memory"]),
@@ -199,7 +199,7 @@ def set_limits(job: dict) -> None:
 
 
 def become(job: dict) -> None:
-    """Executes the program in place of this process, with none of its descriptors but that of its errors."""
+    """Executes the program in place of this process, with none of its descriptors except stderr."""
     with open("program.py", "w") as file:
         file.write(job["program"])
     nothing = os.open("/dev/null", os.O_RDWR)
@@ -212,7 +212,7 @@ def become(job: dict) -> None:
 
 
 def judge(job: dict, program: int, directory: int) -> dict:
-    """Waits for the program, whose directory in /proc is open: its exit code, and whether it passed."""
+    """Waits for the program, whose directory in /proc is open; returns its exit code, and whether it passed."""
     begun = None
     while True:
         ended, status = os.waitpid(-1, os.WUNTRACED)
@@ -237,15 +237,15 @@ def _place(directory: int, needed: bool) -> list[bytes]:
             raise
         return []
     with open(file, "rb") as out:
-        fields = out.read().split()  # the other registers of arguments hold what was there before
+        fields = out.read().split()  # the other argument registers hold old values
     return fields[:4] + fields[-2:]
 
 
 def be_first(job: dict, tell: int, log: int) -> None:
-    """Process 1: builds the root, starts the program, and tells what became of it in a line of JSON."""
+    """Process 1: builds the root, starts the program, and reports its outcome in a line of JSON."""
     try:
         os.setpgid(0, 0)
-        proc = os.open("/proc", os.O_RDONLY)  # that of outside; there is none in the root
+        proc = os.open("/proc", os.O_RDONLY)  # the outer one; there is none in the root
         names, name = os.pipe()
         if job["group"]:
             with open(job["group"], "w") as group:
@@ -264,7 +264,7 @@ def be_first(job: dict, tell: int, log: int) -> None:
     except OSError as error:
         told = {"refused": str(error.strerror or error)}
     os.write(tell, json.dumps(told).encode() + b"\n")
-    os.killpg(0, signal.SIGKILL)  # without namespaces, those that the program has left
+    os.killpg(0, signal.SIGKILL)  # without namespaces, processes that the program has left behind
     os._exit(0)
 
 

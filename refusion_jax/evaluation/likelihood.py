@@ -1,7 +1,7 @@
 """Likelihood of texts, many texts per forward.
 
-The system defines the forward pass by which a text is scored (`systems.interface.ScoredTokens`). These are packed into
-rows here, run, and summed for each text. The likelihood of a text does not depend on the other texts.
+The system defines the forward pass that scores a text (`systems.interface.ScoredTokens`). Here they are packed into
+rows, run, and summed for each text. The likelihood of a text does not depend on the other texts.
 
 Axes: B rows of a forward pass, T tokens of a row, V vocabulary.
 """
@@ -31,10 +31,10 @@ from refusion_jax.model.transformer import Transformer
 from refusion_jax.systems.interface import ScoredText, ScoredTokens, System
 from refusion_jax.systems.registry import default_system, system_of
 
-_SHORTEST = 256  # tokens per row, at least; short texts are packed
-_TOKENS = 2**14  # tokens per forward and device, at most
-_LOGITS = 2**26  # logits held at a time, about: 256 MiB
-_BLOCK = 64  # tokens per row for which logits are computed at a time, at least
+_SHORTEST = 256  # least tokens per row; short texts are packed
+_TOKENS = 2**14  # most tokens per forward and device
+_LOGITS = 2**26  # logits held at a time, approximately: 256 MiB
+_BLOCK = 64  # least tokens per row for which logits are computed at a time
 _BOUND_DRAWS = 64  # default number of draws for a bound
 
 
@@ -68,7 +68,7 @@ def log_likelihood(
       more: `draws`, `seed` and `method` of `likelihoods`.
 
     Raises:
-      UserError: where a text has an id outside the vocabulary or is too long, or an order does not name every slot
+      UserError: if a text has an id outside the vocabulary or is too long, or if an order does not name every slot
         once.
     """
     return [scored.nats for scored in likelihoods(model, prompts, continuations, slot_size, order, **more)]
@@ -122,17 +122,17 @@ def held_out_bits(
     rows: Iterable[Mapping[str, np.ndarray]],
     **how: object,
 ) -> dict[str, object]:
-    """Bits per byte of all responses, given their prompts, in rows of a data set. Hosts score a share each.
+    """Bits per byte of all responses, given their prompts, in rows of a data set. Each host scores a share.
 
     Args:
       model: from `load_model`, or in training; all hosts call this with the same arguments.
-      tokenizer: that made the rows.
+      tokenizer: the one that made the rows.
       rows: tokens, segment_ids and is_response [T] each.
       how: slot_size, order, draws, seed and method of `likelihoods`.
 
     Returns:
-      eval_bits_per_byte, eval_bits_per_byte_is_bound, what they are made of, and the settings that made a difference;
-      nothing where the rows hold no text.
+      eval_bits_per_byte, eval_bits_per_byte_is_bound, their components, and the settings on which they depend; empty if
+      the rows have no text.
     """
     system = system_of(how["method"]) if how.get("method") else default_system()
     prompts, responses = documents(rows, system.scoring.needs_prompt)
@@ -177,7 +177,7 @@ def _used(
 
 
 def spread(count: int, of: int) -> list[int]:
-    """Evenly spaced indices of a set: packing puts long documents first, so that its first rows are not typical."""
+    """Evenly spaced indices of a set: packing puts long documents first, so the first rows are not representative."""
     return [number * of // count for number in range(count)]
 
 
@@ -186,7 +186,7 @@ def documents(
 ) -> tuple[list[np.ndarray], list[np.ndarray]]:
     """(prompts, responses) of all documents in packed rows of tokens, segment_ids and is_response [T] each.
 
-    Where the model cannot predict the first token of a text, a document without a prompt has that for its prompt.
+    If the model cannot predict the first token of a text, that token becomes the prompt of documents without one.
     """
     prompts, responses = [], []
     for row in rows:
@@ -200,7 +200,7 @@ def documents(
 
 
 def longest_scored(model: Transformer, method: str = "") -> int:
-    """The most tokens of a prompt and what is scored; a left-to-right model is not fed the last of them."""
+    """The most tokens of a prompt and its continuation; the last token is not input of a left-to-right model."""
     scoring = (system_of(method) if method else default_system()).scoring
     return model.config.max_position_embeddings + bool(scoring and scoring.needs_prompt)
 
@@ -241,9 +241,9 @@ def token_scores(
     method: str,
     slot_size: int,
 ) -> list[list[TokenScore]]:
-    """The terms of `log_likelihood` with slots in text order: for each text one for each token of its continuation.
+    """The terms of `log_likelihood` with slots in text order: for each text, one per token of its continuation.
 
-    Raises UserError as that, and where the likelihood of a token is not known.
+    Raises UserError as `log_likelihood`, and if the likelihood of single tokens is not known.
     """
     system = system_of(method)
     if system.scoring is None or system.scoring.is_bound:
@@ -299,7 +299,7 @@ def _lay_out(items: Sequence[ScoredTokens], rows: list[list[int]], B: int, T: in
 
 @functools.partial(jax.jit, static_argnums=0)
 def log_probabilities(graphdef: nnx.GraphDef, params: Any, a: dict[str, jax.Array]) -> tuple[jax.Array, ...]:
-    """What the model says of the labels in arrays of `_lay_out`.
+    """The model's probabilities of the labels in arrays from `_lay_out`.
 
     Returns:
       [B, T] arrays: float32 log p(label), bool whether it is the most probable token, int32 that token, and float32 its

@@ -1,9 +1,9 @@
 """Runs generated programs in a sandbox.
 
-A program runs in a process of its own that can reach neither the network nor other processes nor files (`jail.py`). CPU
+A program runs in a separate process that can reach neither the network nor other processes nor files (`jail.py`). CPU
 time, memory, processes and files are limited, the environment is empty, and the working directory is deleted when it
-ends. Where the kernel does not support this, programs are not run, unless the caller accepts the risk (`unsafe`): then
-only the limits hold. Memory is limited for each process, and where a control group can be made (by root, outside of
+ends. If the kernel does not support this, programs are not run, unless the caller accepts the risk (`unsafe`): then
+only the limits apply. Memory is limited for each process and, if a control group can be created (by root, outside of
 most containers), for all processes of a program together.
 """
 
@@ -28,9 +28,9 @@ from refusion_jax.evaluation import jail
 
 _GRACE = 30  # seconds to set up the sandbox on a busy machine
 _LOG = 2000  # characters of stderr that are kept
-_USERS = range(20_000, 60_000)  # programs run as these in turn, by root: the kernel counts processes by user
+_USERS = range(20_000, 60_000)  # root runs programs as these users in turn: the kernel counts processes per user
 _number = itertools.count(secrets.randbelow(len(_USERS)))
-# Where control groups of memory are -> the files of a group that limit its memory, and its swap.
+# Directory of memory control groups -> the files of a group that limit its memory and its swap.
 _CONTROL_GROUPS = {
     "/sys/fs/cgroup": ("memory.max", "memory.swap.max"),
     "/sys/fs/cgroup/memory": ("memory.limit_in_bytes", "memory.swappiness"),
@@ -40,11 +40,11 @@ _ALLOWED = contextvars.ContextVar("allowed", default="")  # "sandboxed", "unsafe
 
 @dataclasses.dataclass(frozen=True)
 class Limits:
-    """What a program may use."""
+    """The resources that a program may use."""
 
     seconds: float = 10.0  # wall time of the program, and CPU time of each process
-    memory: int = 1 << 30  # bytes of address space of each process; in a control group, with `disk`, of all together
-    processes: int = 8  # and threads, at a time
+    memory: int = 1 << 30  # bytes of address space per process; in a control group, together with `disk`, in total
+    processes: int = 8  # processes and threads at a time
     disk: int = 64 << 20  # bytes that it may write
 
 
@@ -57,10 +57,10 @@ class Outcome:
 
 
 def run(program: str, limits: Limits = Limits(), unsafe: bool = False) -> Outcome:
-    """Runs a Python program with its checks in the sandbox, or, if `unsafe`, without namespaces.
+    """Runs a Python program with its checks in the sandbox or, if `unsafe`, without namespaces.
 
-    There is nothing but the standard library. The program passes if it runs to its end; `jail.py` says how that is
-    seen, and what one can still do to checks that share its interpreter. UserError: the kernel does not support this.
+    Only the standard library is available. The program passes if it runs to its end; `jail.py` says how that is
+    detected, and how it can still cheat checks in its own interpreter. UserError: the kernel does not support this.
     """
     python = Path(sys.executable).resolve()
     job = {
@@ -88,7 +88,7 @@ def run(program: str, limits: Limits = Limits(), unsafe: bool = False) -> Outcom
             )
         except subprocess.TimeoutExpired:
             return Outcome(False, f"its sandbox took longer than {limits.seconds + _GRACE:g} s")
-        if process.returncode < 0:  # for want of memory, perhaps
+        if process.returncode < 0:  # perhaps out of memory
             return Outcome(False, f"its sandbox was ended by signal {-process.returncode}")
         log = Path(directory, "stderr")
         tail = log.read_bytes()[-_LOG:].decode("utf-8", "replace").strip() if log.exists() else ""
@@ -107,7 +107,7 @@ def run(program: str, limits: Limits = Limits(), unsafe: bool = False) -> Outcom
 def allow(unsafe: bool = False, rehearsal: bool = False) -> Iterator[None]:
     """A context in which tasks may run generated code; in a rehearsal programs are not run, and fail.
 
-    Raises UserError on entry, where the kernel does not support the sandbox.
+    Raises UserError on entry if the kernel does not support the sandbox.
     """
     run("pass", unsafe=unsafe)
     token = _ALLOWED.set("rehearsal" if rehearsal else "unsafe" if unsafe else "sandboxed")
@@ -129,13 +129,13 @@ def run_allowed(programs: Sequence[str]) -> list[Outcome]:
 
 @contextlib.contextmanager
 def _control_group(memory: int) -> Iterator[str]:
-    """The file by which processes enter a new group that has so many bytes of memory; "" where none can be made."""
+    """The file by which processes enter a new group with `memory` bytes; "" if none can be created."""
     group = _make_group(memory)
     try:
         yield str(group / "cgroup.procs") if group else ""
     finally:
         if group:
-            with contextlib.suppress(OSError):  # while a process that was killed is not gone yet
+            with contextlib.suppress(OSError):  # while a killed process still exists
                 group.rmdir()
 
 
@@ -146,7 +146,7 @@ def _make_group(memory: int) -> Path | None:
             continue
         with contextlib.suppress(OSError):
             group.mkdir()
-            (group / limit).write_text(str(memory))  # fails where memory is not controlled
+            (group / limit).write_text(str(memory))  # fails if memory is not controlled
             with contextlib.suppress(OSError):  # some kernels do not count it
                 (group / swap).write_text("0")
             return group

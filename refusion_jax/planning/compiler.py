@@ -28,12 +28,12 @@ from refusion_jax.distributed.host import end_with_parent
 from refusion_jax.distributed.storage import write_file
 from refusion_jax.planning import hlo
 
-_MOST_CHIPS = 1 << 14  # in a slice, which is more than any has
+_MOST_CHIPS = 1 << 14  # per slice, more than any slice has
 _ASSIGNED = "after_optimizations-buffer-assignment.txt"
 _OPTIMIZED = "after_optimizations.txt"
 _LAST = "after_optimizations_after_buffer_assignment.txt"  # written once the other two are complete
 
-_FORKS = multiprocessing.get_context("forkserver")  # which imports once, in 2 s of processor time, for all children
+_FORKS = multiprocessing.get_context("forkserver")  # imports once, in 2 s of processor time, for all children
 _FORKS.set_forkserver_preload(["refusion_jax.planning.programs"])
 
 
@@ -48,7 +48,7 @@ class Compiled:
     module: hlo.Module
     seconds: float  # of tracing and compiling
     cpu_seconds: float | None  # None: the child was stopped
-    overrun: str  # the compiler's message where the program does not fit, or ""
+    overrun: str  # the compiler's message if the program does not fit, or ""
 
     @property
     def peak(self) -> float:
@@ -57,13 +57,13 @@ class Compiled:
 
 
 def libtpu_version() -> str:
-    """Version of the compiler; UserError where it is not installed."""
+    """Version of the compiler; UserError if it is not installed."""
     with needs("plan"):
         return importlib.metadata.version("libtpu")
 
 
 def tpu_devices(topology: str, slices: int) -> list[jax.Device]:
-    """The devices of a topology, without the hardware, after `prepare_environment`; UserError where there is none."""
+    """The devices of a topology, without the hardware, after `prepare_environment`; UserError if it is unknown."""
     chip, shape = find_chip(topology), topology.split(":")[1]
     # Sides of 0 chips and a billion slices crash libtpu.
     is_shape = re.fullmatch(r"[1-9][0-9]{0,4}(x[1-9][0-9]{0,4}){1,2}", shape)
@@ -99,10 +99,10 @@ def prepare_environment() -> None:
 
 
 def compile_program(lower: Callable[..., jax.stages.Lowered], arguments: tuple, memory_only: bool) -> Compiled:
-    """Compiles in a child process, which calls a module-level function with arguments that can be sent to it.
+    """Compiles in a child process, which calls `lower`, a module-level function, with arguments that can be pickled.
 
-    With `memory_only` it is stopped as soon as the memory is known. Raises UserError where the program cannot be built,
-    with the message of the child.
+    With `memory_only` it is stopped as soon as the memory is known. Raises UserError, with the message of the child, if
+    the program cannot be built.
     """
     began = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="plan-") as directory:
@@ -136,7 +136,7 @@ def _read(path: Path) -> str:
 
 
 def _module_name(directory: Path) -> str | None:
-    """The name that the dumped files of our program begin with, or None before there are any."""
+    """The prefix of the names of our program's dumped files, or None before there are any."""
     modules = sorted(path.name for path in directory.glob(f"*.jit_*.{_OPTIMIZED}"))
     return modules[-1].removesuffix(f".{_OPTIMIZED}") if modules else None
 
@@ -162,8 +162,8 @@ def _child(lower: Callable[..., jax.stages.Lowered], arguments: tuple, directory
 def assigned_bytes(text: str) -> dict[str, float]:
     """Sums the buffer assignment: bytes of arguments, results and temporaries in HBM, and of host memory.
 
-    The text numbers memory spaces by colours: HBM is 0, which is not printed, and the host is 5. Raises ValueError
-    where it lists no allocation.
+    The text numbers memory spaces by colours: HBM is 0, which is not printed, and the host is 5. Raises ValueError if
+    it lists no allocation.
     """
     sums = {"arguments": 0.0, "results": 0.0, "temporaries": 0.0, "host": 0.0}
     allocations = re.findall(r"^allocation \d+: size (\d+),(.*)$", text, re.MULTILINE)

@@ -1,12 +1,12 @@
 """Counts what one chip does in one step of a compiled program: FLOPs, memory traffic and collectives.
 
-The body of a loop counts as often as it runs, unlike in XLA's own cost analysis, and once where the data decides how
-often; of a conditional the more expensive branch counts. Matrix products are counted from their shapes: for [M, K] x
-[K, N] the sizes of both operands and the result multiply to (M K N)^2, whatever order and grouping of axes the compiler
-has chosen. Attention kernels are opaque to XLA. They are counted as if every row were one document, on the chip with
-most to do: ours say in their name how many tiles that is, those of other programs are taken to work on all tiles on or
-below the diagonal. Other kernels count as what they declare. Ragged products of experts are counted as if all experts
-had as much to do.
+The body of a loop counts as often as it runs, unlike in XLA's own cost analysis, and once if that depends on the data;
+of a conditional the more expensive branch counts. Matrix products are counted from their shapes: for [M, K] x [K, N]
+the sizes of both operands and the result multiply to (M K N)^2, whatever order and grouping of axes the compiler has
+chosen. Attention kernels are opaque to XLA. They are counted as if every row were one document, on the busiest chip:
+the names of ours say how many tiles that is, those of other programs are assumed to work on all tiles on or below the
+diagonal. Other kernels count with the costs that they declare. Ragged products of experts are counted as if all experts
+were equally loaded.
 """
 
 import dataclasses
@@ -29,7 +29,7 @@ _FREE = (
 )
 _NARROW = ("s8", "f8e4m3fn")
 _RAGGED = "ragged-dot-none"  # XLA's kernel
-_KERNEL_PRODUCTS = {"splash_mha_fwd": 2, "splash_mha_dq": 3, "splash_mha_dkv": 4}  # matrix products a tile
+_KERNEL_PRODUCTS = {"splash_mha_fwd": 2, "splash_mha_dq": 3, "splash_mha_dkv": 4}  # matrix products per tile
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,13 +50,13 @@ class Collective:
 
 
 class Operation(NamedTuple):
-    """One of the operations that a chip runs one after the other."""
+    """An operation; a chip runs them one after the other."""
 
     times: float
     flops: float
     bytes: float
-    width: float = math.inf  # of the smallest axis of a product, where it may not fill the matrix unit
-    narrow: str = ""  # dtype of both factors of a product, where that is one of _NARROW
+    width: float = math.inf  # size of the smallest axis of a product that may not fill the matrix unit
+    narrow: str = ""  # dtype of both factors of a product, if it is one of _NARROW
 
 
 @dataclasses.dataclass(frozen=True)
@@ -174,14 +174,14 @@ class _Counter:
         return Costs((Operation(1, _flops(inside, j), 0, narrow=_narrow(inside, j)),))
 
     def _read(self, inside: Computation, number: int, operand: Instruction) -> float:
-        """Bytes of an operand that a fusion reads from HBM; only the slices, where it takes slices."""
+        """Bytes of an operand that a fusion reads from HBM; only the slices if it takes slices."""
         if number not in inside.parameters:
             return 0.0
         full = sum(s.bytes for s in operand.shapes if s.in_hbm)
         return min(full, self._taken(inside, inside.parameters[number].name))
 
     def _taken(self, inside: Computation, name: str) -> float:
-        """Bytes of a value that its users in a fusion need; infinite where one needs all of it."""
+        """Bytes of a value that its users in a fusion need; infinite if one of them needs all of it."""
         taken = 0.0
         for user in inside.users(name):
             if user.opcode in ("dynamic-slice", "slice", "gather") and user.operands[0] == name:
@@ -201,7 +201,7 @@ class _Counter:
         return taken
 
     def _is_copy(self, i: Instruction) -> bool:
-        """Whether an instruction inside a fusion is its operand in another layout, of which it makes what is needed."""
+        """Whether an instruction inside a fusion only changes the layout of its operand, as far as that is needed."""
         if i.opcode == "fusion":
             return all(self._is_copy(j) for j in self._module.computations[i.attribute("calls")].instructions.values())
         return i.opcode in ("parameter", "copy", "bitcast")
@@ -216,7 +216,7 @@ class _Counter:
         return total
 
     def _stored(self, inside: Computation, value: Instruction) -> float:
-        """Bytes that writing a value takes; for an update in place, those of the update."""
+        """Bytes written for a value; for an update in place, those of the update."""
         if value.opcode == "dynamic-update-slice":
             return inside.instructions[value.operands[1]].shapes[0].bytes
         if value.opcode == "bitcast":
@@ -250,7 +250,7 @@ class _Counter:
 
 
 def collective_kind(i: Instruction) -> str | None:
-    """The kind of a collective (all-gather, ...), or None; of an asynchronous pair only the start has one."""
+    """The kind of a collective (all-gather, ...), or None; only the start of an asynchronous pair has one."""
     kind = i.opcode.removesuffix("-start")
     return kind if kind in _COLLECTIVES else None
 
@@ -284,7 +284,7 @@ def _flops(computation: Computation, i: Instruction) -> float:
         sizes = [computation.instructions[name].shapes[0].elements for name in i.operands[:2]]
         batch = _batch(i.attributes)
         return 2 * math.sqrt(math.prod(sizes) * i.shapes[0].elements / batch)
-    if i.name.startswith(_RAGGED):  # [M, K] x [E, K, N]; its gradients' shapes multiply to the same
+    if i.name.startswith(_RAGGED):  # [M, K] x [E, K, N]; shapes of its gradients multiply to the same
         arrays = [*(s for s in _operand_shapes(computation, i) if s.dtype in ("bf16", "f32")), i.shapes[0]]
         experts = max(s.dims[0] for s in arrays if len(s.dims) == 3)
         named = re.search(r"\bpairs_(\d+)_of_(\d+)\b", i.attributes)  # as model/experts.py calls it
@@ -301,7 +301,7 @@ def _narrow(computation: Computation, i: Instruction) -> str:
 
 
 def _kernel(computation: Computation, i: Instruction, size: float) -> Operation | None:
-    """An attention kernel, which moves `size` bytes, or another one that declares its costs; None for anything else."""
+    """An attention kernel, which moves `size` bytes, or another kernel that declares its costs; otherwise None."""
     if i.opcode != "custom-call":
         return None
     head = i.attributes.split("custom_call_config")[0]
@@ -321,7 +321,7 @@ def _kernel(computation: Computation, i: Instruction, size: float) -> Operation 
         keys = keys_seen(key[-2], *sides)
     products = _KERNEL_PRODUCTS[name]
     if name == "splash_mha_dkv" and 'use_fused_bwd_kernel\\": true' in head:
-        products += 1  # it computes the gradient of the queries, too, from the same scores
+        products += 1  # it also computes the gradient of the queries, from the same scores
     return Operation(1, products * 2 * math.prod(query) * keys, size, width=query[-1])
 
 

@@ -3,7 +3,7 @@
 The roofline. A chip runs one operation after the other; each takes the time of its FLOPs or of its memory traffic,
 whichever is longer. On newer chips the matrix unit is wider than an attention head, so that attention kernels reach
 only part of the peak. Collectives that the compiler overlaps with arithmetic are hidden unless they take longer than
-all the rest; for the others the chip waits.
+everything else; for the others the chip waits.
 
 The calibration. Real steps are slower than the roofline, by much the same factor within a generation, which published
 runs give (`Chip.calibration`). The estimate is this factor times the roofline, after one correction: collectives that
@@ -16,7 +16,7 @@ import math
 from refusion_jax.distributed.chips import Chip
 from refusion_jax.planning.costs import Costs
 
-# The part of overlapped but unfused collectives that is not hidden. With none, half and all of it, the mean error of
+# The share of overlapped but unfused collectives that is not hidden. With none, half and all of it, the mean error of
 # predicting each published run from the others is 3.7, 3.3 and 3.0 %. Half is chosen because the published runs used
 # other compilers, which overlap less than ours.
 _SHOWN_SHARE = 0.5
@@ -30,16 +30,16 @@ class Estimate:
     hbm: float  # all memory traffic at the peak
     operations: float  # one operation after the other, each at its roofline
     ici: float  # all collectives within a slice
-    dcn: float | None  # all collectives between slices; None where the bandwidth of that network is not documented
+    dcn: float | None  # all collectives between slices; None if the bandwidth of that network is not documented
     waiting: float  # collectives that are not overlapped
     roofline: float  # of the whole step
-    expected: float  # the roofline with the part of overlapped collectives that is not hidden; not calibrated
+    expected: float  # the roofline plus the part of overlapped collectives that is not hidden; not calibrated
     step: float  # the estimate, calibrated
     fastest: float  # 95 % of runs are expected between these two, never below the roofline
     slowest: float
 
     def mfu(self, model_flops: float, chip: Chip) -> float:
-        """Model FLOPs utilization: model FLOPs of a chip in a step, over what it could do in that time."""
+        """Model FLOPs utilization: a chip's model FLOPs per step, divided by its peak FLOPs in that time."""
         return model_flops / (self.step * chip.peak_flops)
 
 

@@ -1,4 +1,4 @@
-"""The fastest settings that `plan` has found for a model on a slice, by its estimate: configs and `train` read them."""
+"""The fastest settings that `plan` has found for models on slices, by its estimate; configs and `train` read them."""
 
 import math
 import operator
@@ -9,8 +9,8 @@ import ml_collections
 
 from refusion_jax.distributed.chips import find_chip
 
-# By hidden size, layers, heads and MLP size, then by slice: keys of a config that has remat=full, one copy of the
-# weights, no accumulation, and steps of 128 rows of 4,096 tokens otherwise.
+# By hidden size, layers, heads and MLP size, then by slice: changes to a config that otherwise has remat=full, one copy
+# of the weights, no accumulation, and steps of 128 rows of 4,096 tokens.
 _SEARCHED = {"row_length": 4096, "batch_size": 128, "mesh.tensor": 1, "mesh.sequence": 1}
 FASTEST: dict[tuple[int, int, int, int], dict[str, dict]] = {
     (4096, 36, 32, 12288): {  # Qwen3 8B
@@ -28,7 +28,7 @@ FASTEST: dict[tuple[int, int, int, int], dict[str, dict]] = {
 
 
 def faster_settings(config: ml_collections.ConfigDict, devices: Sequence[jax.Device]) -> str:
-    """What makes a step of this model and batch faster on these devices, as flags; "" where nothing is known to."""
+    """Flags that make a step of this model and batch faster on these devices; "" if none are known."""
     model = config.model
     shape = model.hidden_size, model.num_hidden_layers, model.num_attention_heads, model.intermediate_size
     for topology, settings in FASTEST.get(shape, {}).items():
@@ -41,10 +41,10 @@ def faster_settings(config: ml_collections.ConfigDict, devices: Sequence[jax.Dev
 
 
 def changes(config: ml_collections.ConfigDict, settings: dict) -> dict:
-    """The settings, by dotted key, that the config has another value of."""
+    """The settings, by dotted key, for which the config has a different value."""
     return {key: value for key, value in settings.items() if operator.attrgetter(key)(config) != value}
 
 
 def as_flags(settings: dict) -> str:
-    """As on a command line."""
+    """The settings as command-line flags."""
     return " ".join(f"--config.{key}={value}" for key, value in settings.items())

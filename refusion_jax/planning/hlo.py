@@ -71,7 +71,7 @@ class Computation:
 
     @property
     def root(self) -> Instruction:
-        """The instruction whose result it returns; ValueError where there is none."""
+        """The instruction whose result it returns; ValueError if there is none."""
         root = next((i for i in self.instructions.values() if i.is_root), None)
         if root is None:
             raise ValueError(f"the computation {self.name!r} has no ROOT")
@@ -95,7 +95,7 @@ class Module:
 
 
 def parse(text: str) -> Module:
-    """Parses a program as XLA prints it; ValueError where the text holds none."""
+    """Parses a program as printed by XLA; ValueError if the text has none."""
     computations, entry, name, found, types = {}, None, None, {}, {}
     text = re.sub(r"(kernel_metadata=\{)\n(.*)\n\}", r"\1\2}", text)  # the only attribute with line breaks
     for line in text.splitlines():
@@ -172,7 +172,7 @@ def shapes(text: str) -> tuple[Shape, ...]:
 
 
 def trip_count(module: Module, caller: Computation, loop: Instruction) -> int | None:
-    """How often the body of a while loop runs, or None where that depends on the data.
+    """How often the body of a while loop runs, or None if that depends on the data.
 
     Loops over arrays compile to a counter that is compared with a constant; its first value and its step are read.
     """
@@ -191,7 +191,7 @@ def trip_count(module: Module, caller: Computation, loop: Instruction) -> int | 
 
 
 def _constant(computation: Computation, values: Instruction, index: int) -> int:
-    """The first value of a loop counter; 0, where most loops begin, if it is not a literal constant."""
+    """The first value of a loop counter; if it is not a literal constant 0, as in most loops."""
     if values.opcode != "tuple":
         return 0
     value = computation.instructions[values.operands[index]]

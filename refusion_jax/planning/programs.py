@@ -25,7 +25,7 @@ from refusion_jax.training.program import Program, train_program
 
 
 def lower_train(config: str, topology: str, slices: int) -> jax.stages.Lowered:
-    """The training step as `train` runs it with this config; UserError where it cannot run there."""
+    """The training step as `train` runs it with this config; UserError if it cannot run there."""
     c = ml_collections.ConfigDict(json.loads(config))
     check(c)
     mesh = sharding.make_mesh(c.mesh, tpu_devices(topology, slices))
@@ -39,14 +39,14 @@ def lower_decode(config: str, topology: str, slices: int, settings: Settings) ->
     """The decoding of a batch with the model of a config, with prompts that fill the cache up to the new tokens.
 
     Weights have the dtype of computation and are sharded as in training; rows are split over the batch axes. Raises
-    UserError where the config cannot run there.
+    UserError if the config cannot run there.
     """
     c = ml_collections.ConfigDict(json.loads(config))
     check(c)
     mesh = sharding.make_mesh(c.mesh, tpu_devices(topology, slices))
     shape = model_config(c)
     capacity = settings.cache_length or c.row_length
-    settings = settings.for_model(shape).fill_in(capacity - 1)  # a prompt has a token at least
+    settings = settings.for_model(shape).fill_in(capacity - 1)  # a prompt has at least one token
     length, rows = capacity - settings.new_tokens, settings.batch_size
     if length < 1:
         raise SettingError(

@@ -1,4 +1,4 @@
-"""Plans one config on one topology: what the compiler reports and what we estimate, as a record and as a table."""
+"""Plans one config on one topology: the compiler's report and our estimates, as a record and as a table."""
 
 import dataclasses
 import json
@@ -28,7 +28,7 @@ def plan_train(config: ml_collections.ConfigDict, topology: str, slices: int, me
     """Compiles the training step of a config and reports its memory, costs and estimated time.
 
     Values are per JAX device unless the key says otherwise. On TPU7x a chip is two devices; `chips` and `rows_per_chip`
-    refer to whole chips. UserError where the config cannot run on the topology.
+    refer to whole chips. UserError if the config cannot run on the topology.
     """
     compiled = compile_program(programs.lower_train, (config.to_json(), topology, slices), memory_only)
     mesh, chip = sharding.make_mesh(config.mesh, tpu_devices(topology, slices)), find_chip(topology)
@@ -62,7 +62,7 @@ def plan_dump(path: Path, topology: str, slices: int) -> dict:
     """Reports on a training step that any framework has compiled for TPUs, as `plan_train` does on ours.
 
     The path is that of its optimized HLO, NAME.after_optimizations.txt as dumped by `xla_dump_to`, with the buffer
-    assignment in the same directory. UserError where the files are missing or hold no program.
+    assignment in the same directory. UserError if the files are missing or hold no program.
     """
     assignment = path.with_name(path.name.removesuffix(".txt") + "-buffer-assignment.txt")
     for file in (path, assignment):
@@ -90,8 +90,8 @@ def plan_decode(
 ) -> dict:
     """Compiles decoding; raises as `plan_train`.
 
-    Costs are of the prefill and one forward pass, as the number of forward passes depends on the data, and of this
-    forward pass alone; both for a full cache.
+    Costs are those of the prefill plus one forward pass, as the number of forward passes depends on the data, and those
+    of this forward pass; both for a full cache.
     """
     arguments = (config.to_json(), topology, slices, settings)
     compiled = compile_program(programs.lower_decode, arguments, memory_only)
@@ -115,9 +115,9 @@ def plan_decode(
 
 
 def decoding_loop(module: hlo.Module) -> str:
-    """The body of the loop that decodes: the last one whose end the data decides; the one before it is the prefill's.
+    """The body of the decoding loop: the last loop whose end depends on the data; the one before is the prefill's.
 
-    Its costs are those of one forward pass, of the most expensive shape that is compiled.
+    Its costs are those of one forward pass, of the most expensive compiled shape.
     """
     entry = module.computations[module.entry]
     loops = [i for i in entry.instructions.values() if i.opcode == "while"]
@@ -186,13 +186,13 @@ def to_table(r: dict) -> Table:
     table.add_column(f"{where}, {'prefill and one forward' if r['what'] == 'decode' else 'one step'}")
     table.add_column("", justify="right")
     for label, value in _rows(r):
-        if value:  # what this kind of plan says
+        if value:  # known for this kind of plan
             table.add_row(label, value)
     return table
 
 
 def _rows(r: dict) -> Iterator[tuple[str, str | bool | float]]:
-    """(label, text) of each row, with something empty for what is not known of this plan."""
+    """(label, value) of each row; the value is falsy if it is not known for this plan."""
     is_sparse = r.get("weights", 0) > r.get("active_weights", 0)
     state = "state" if r["what"] == "train" else "weights and prompts"
     has_state, is_decode, has_mfu = "state_gib" in r, r["what"] == "decode", "mfu" in r

@@ -28,7 +28,7 @@ from refusion_jax.training.program import train_program
 
 
 def search(config: ml_collections.ConfigDict, topology: str, slices: int) -> Iterator[dict]:
-    """The record of each candidate, with its "flags", as soon as it is known."""
+    """Yields the record of each candidate, with its "flags", as soon as it is known."""
     devices = tpu_devices(topology, slices)
     for mesh in _meshes(config, len(devices)):
         parts = shard_count(make_mesh(with_flags(config, mesh).mesh, devices), "batch")
@@ -46,16 +46,16 @@ def search(config: ml_collections.ConfigDict, topology: str, slices: int) -> Ite
 
 
 def fix_for(config: ml_collections.ConfigDict, topology: str, slices: int) -> str:
-    """The smallest change of how a step runs that makes it fit, as flags; "" where none of those tried does."""
+    """The smallest change in how a step runs that makes it fit, as flags; "" if no tried change does."""
 
     def fits(flags: dict) -> bool:
         if not changes(config, flags):
-            return False  # it is what a fix is looked for
+            return False  # this is the config that needs a fix
         changed = with_flags(config, flags)
         try:
             mesh = make_mesh(changed.mesh, tpu_devices(topology, slices))
             if state_bytes(train_program(changed, model_config(changed), mesh)) > find_chip(topology).hbm_limit:
-                return False  # whatever the activations take: nothing needs to be compiled
+                return False  # even without activations: nothing needs to be compiled
             return plan_train(changed, topology, slices, memory_only=True)["fits"]
         except UserError:
             return False  # a size that this mesh does not divide
@@ -76,7 +76,7 @@ def fix_for(config: ml_collections.ConfigDict, topology: str, slices: int) -> st
 
 
 def fix_for_decode(config: ml_collections.ConfigDict, topology: str, slices: int, settings: Settings) -> str:
-    """The largest batch, halved as often as needed, that fits and can be split, or ""."""
+    """The flag for the largest batch, halved as often as needed, that fits and can be split, or ""."""
 
     def fits(rows: int) -> bool:
         smaller = dataclasses.replace(settings, batch_size=rows)
@@ -89,7 +89,7 @@ def fix_for_decode(config: ml_collections.ConfigDict, topology: str, slices: int
 
 
 def _first_that_fits(counts: Sequence[int], fits: Callable[[int], bool]) -> int | None:
-    """The first of some counts, of which each takes less memory than the one before it; None where none fits."""
+    """The first count that fits, where each takes less memory than the one before it; None if none fits."""
     at = bisect.bisect_left(counts, True, key=fits)
     return counts[at] if at < len(counts) else None
 
@@ -104,7 +104,7 @@ def with_flags(config: ml_collections.ConfigDict, flags: dict) -> ml_collections
 def _accumulations(config: ml_collections.ConfigDict, parts: int) -> list[int]:
     """Accumulations to try, from the fewest rows per forward to the whole batch, which a mesh splits into `parts`.
 
-    Rows per forward double from one to the next, so that a search ends; the config's own accumulation is among them.
+    Rows per forward double from one to the next, which keeps the search short; the config's own accumulation is one.
     """
     most = max(config.batch_size // parts, 1)
     powers = {most >> n for n in range(most.bit_length()) if most % (1 << n) == 0}
@@ -112,7 +112,7 @@ def _accumulations(config: ml_collections.ConfigDict, parts: int) -> list[int]:
 
 
 def _meshes(config: ml_collections.ConfigDict, chips: int) -> Iterator[dict]:
-    """The mesh of the config, one with all chips on fsdp, and some with part of them on data or tensor."""
+    """The mesh of the config, one with all chips on fsdp, and several with part of the chips on data or tensor."""
     shape = {f"mesh.{axis}": size for axis, size in config.mesh.items()}
     whole = shape | {"mesh.data": 1, "mesh.fsdp": -1, "mesh.tensor": 1, "mesh.sequence": 1}
     seen = []

@@ -1,4 +1,4 @@
-"""What the pinned task files cannot say themselves: reading answers, and running them.
+"""Functions that the pinned task files need: reading answers, and running them.
 
 The harness loads this file with the task files that name its functions.
 """
@@ -23,10 +23,10 @@ def load_math(**_: object) -> dict[str, datasets.Dataset]:
 
 
 def score_math(doc: dict, results: list[str]) -> dict[str, float]:
-    """Whether an answer is that of the worked solution: as text, and in meaning."""
+    """Whether an answer equals that of the worked solution, as text and mathematically."""
     gold, answer = final_answer(doc["solution"]), final_answer(results[0])
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of the parser of LaTeX, about answers that are none
+        warnings.simplefilter("ignore")  # the LaTeX parser's, about answers that are not LaTeX
         same = math_verify.verify(math_verify.parse(doc["solution"]), math_verify.parse(results[0]))
     return {"exact_match": float(gold is not None and gold == answer), "math_verify": float(same)}
 
@@ -38,21 +38,21 @@ _UNBRACED = re.compile(r".*?(?=\$|\n|\\\)|\\\]|\Z)")  # what follows a box witho
 
 
 def final_answer(text: str) -> str | None:
-    r"""The answer that a text names last, as plain as can be: after "final answer is", or else in \boxed{}."""
+    r"""The last answer in a text, with markup removed: after "final answer is", or else in \boxed{}."""
     named, boxes = list(_NAMED.finditer(text)), list(_BOX.finditer(text))
     if named:
-        boxes = [box for box in boxes if box.start() >= named[-1].start(1)]  # formulas have lines of their own
+        boxes = [box for box in boxes if box.start() >= named[-1].start(1)]  # formulas may be on separate lines
     if boxes:
         return _plain(_content(text, boxes[-1].end()))
     return _plain(named[-1][1]) if named else None
 
 
 def _content(text: str, at: int) -> str:
-    """What is in the box whose content begins at a place."""
+    """The content, from index `at`, of a box."""
     if text[at : at + 1] != "{":
         return _UNBRACED.match(text, at)[0]
     depth = 0
-    for token in re.compile(r"\\.|[{}]").finditer(text, at):  # a brace after a backslash is written, not meant
+    for token in re.compile(r"\\.|[{}]").finditer(text, at):  # a brace after a backslash is literal
         depth += (token[0] == "{") - (token[0] == "}")
         if depth == 0:
             return text[at + 1 : token.start()]
@@ -62,9 +62,9 @@ def _content(text: str, at: int) -> str:
 def _plain(answer: str) -> str:
     answer = re.sub(r"\\(?:text|mathrm|mbox|textbf)\{([^{}]*)\}", r"\1", answer)
     answer = re.sub(r"\\[dt]frac", r"\\frac", answer)
-    answer = re.sub(r"\\(left|right)|\\[()\[\]]", "", answer)  # the latter around a formula
+    answer = re.sub(r"\\(left|right)|\\[()\[\]]", "", answer)  # the latter enclose a formula
     answer = re.sub(r"\\[!,;: ]|\\%|\^\{?\\circ\}?|\\\$|\$|\s", "", answer)
-    if not re.search(r"[(\[]|\\\{", answer):  # in a pair, set or interval a comma stands between numbers
+    if not re.search(r"[(\[]|\\\{", answer):  # in a pair, set or interval a comma separates numbers
         answer = re.sub(r"(?<=\d),(?=\d{3}(?!\d))", "", answer)
     answer = re.sub(r"\\frac([0-9A-Za-z])", r"\\frac{\1}", answer)  # \frac43 is \frac{4}{3}
     answer = re.sub(r"(\\frac\{(?:[^{}]|\{[^{}]*\})*\})([0-9A-Za-z])", r"\1{\2}", answer)
@@ -72,7 +72,7 @@ def _plain(answer: str) -> str:
 
 
 def shuffle_options(docs: datasets.Dataset) -> datasets.Dataset:
-    """The four options of each question, in an order that is a function of the question, and the right one's letter."""
+    """The four options of each question, in an order that depends only on the question, and the right one's letter."""
 
     def shuffled(doc: dict) -> dict:
         right = _clean(doc["Correct Answer"])
@@ -89,7 +89,7 @@ def _clean(text: str | None) -> str:
 
 
 def run_humaneval(resps: list[list[str]], docs: list[dict]) -> list[list[dict]]:
-    """Runs every answer, after the beginning that was given, against the tests of its problem."""
+    """Runs every answer, appended to the given beginning, against the tests of its problem."""
 
     def program(doc: dict, answer: str) -> str:
         code = code_of(answer, is_begun=True)
@@ -115,13 +115,13 @@ _PROGRAM = re.compile(r"^(?:(?:async def|def|class|import) |from [\w.]+ import )
 
 
 def code_of(answer: str, is_begun: bool = False) -> str:
-    """The first block of Python in an answer, which may begin inside one; where none begins, all up to its end."""
+    """The first block of Python in an answer, which may begin inside one; without one, all up to the first fence."""
     if is_begun and not answer.lstrip().startswith("```"):
         return answer.split("```", 1)[0]
     for block in _BLOCK.finditer(answer):
         language, code = block[1].lower(), block[2]
         if not language and _PROGRAM.search(answer, 0, block.start()):
-            break  # the fence ends a block that nothing has begun
+            break  # the fence ends a block without a beginning
         if language in ("", "py", "python", "python3"):
             return code
     return answer.split("```", 1)[0]
