@@ -9,12 +9,12 @@ from etils import epy
 __version__ = "0.1.0"
 
 if sys.argv[:1] == ["-m"] and any("refusion_jax." in word for word in sys.orig_argv):  # a command begins
-    # What imports make stays: to look at it for garbage took a third of the processor time until a command began (2.8 s
-    # of `train --help`, and 1.8 without). cli/command.py turns the collector on again.
+    # Objects created by imports stay: collecting garbage among them took a third of the processor time until a command
+    # began (2.8 s of `train --help`, and 1.8 without). cli/command.py turns the collector on again.
     gc.disable()
 
     def _tell(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        """Ends a command that fails, or is interrupted, while it is imported as one that does later."""
+        """Ends a command that fails, or is interrupted, during its imports like one that fails later."""
         from refusion_jax.cli import command
 
         def fail() -> None:
@@ -24,7 +24,7 @@ if sys.argv[:1] == ["-m"] and any("refusion_jax." in word for word in sys.orig_a
 
     sys.excepthook = _tell
 
-# When first used: a process that only prepares data needs neither JAX nor the 200 MB that it takes.
+# Imported when first used: a process that only prepares data needs neither JAX nor its 200 MB.
 with epy.lazy_api_imports(globals()):
     from refusion_jax.checkpoints.load import load_model, load_tokenizer
     from refusion_jax.cli.errors import UserError

@@ -61,8 +61,8 @@ class Chat:
     def __init__(self, engine: Engine, tokenizer: Tokenizer, eos_id: int, is_terminal: bool):
         self._engine, self._tokenizer, self._eos_id, self._is_terminal = engine, tokenizer, eos_id, is_terminal
         self._settings = engine.settings
-        self._turns: list[tuple[str, str]] = []  # (role, text): of the user and of the model in turn
-        self._first = 0  # of those that still fit
+        self._turns: list[tuple[str, str]] = []  # (role, text), alternately of the user and the model
+        self._first = 0  # index of the first turn that still fits
 
     def say(self, line: str) -> None:
         """Answers a line: a turn, or a command."""
@@ -83,7 +83,7 @@ class Chat:
             raise UserError(f"{name}: unknown; /help lists what there is")
 
     def _set(self, pairs: list[str]) -> None:
-        """Changes settings of the answers to come; those that are compiled in are refused."""
+        """Changes settings of later answers; refuses those of scope "compiled"."""
         if not pairs:
             raise UserError("/set: needs NAME=VALUE; /settings shows the names")
         changes = read_settings(pairs, "/set")
@@ -94,7 +94,7 @@ class Chat:
         self._settings = changed
 
     def _ask(self, text: str) -> None:
-        """Answers a turn; one that does not fit, even alone, is refused, and no part of the conversation."""
+        """Answers a turn; one that does not fit, even alone, is refused and not added to the conversation."""
         check_characters(text, "the turn")
         turns = [*self._turns, ("user", text)]
         first = self._first if self._tokenizer.has_chat_template else len(self._turns)
@@ -164,13 +164,13 @@ def main() -> None:
 
 
 def talk(chat: Chat, is_terminal: bool) -> None:
-    """Reads turns until there are no more; UserError where one cannot be answered, which a terminal is only told."""
+    """Reads turns until there are no more; UserError if one cannot be answered, which at a terminal is only printed."""
     if not is_terminal:
         for line in filter(str.strip, sys.stdin):
             chat.say(line.rstrip("\r\n"))
         return
     with contextlib.suppress(ImportError):
-        import readline  # noqa: F401  lets the user edit turns, and find those before
+        import readline  # noqa: F401  lets the user edit turns, and recall earlier ones
     print("/help lists commands, Ctrl-D ends the chat", flush=True)
     while True:
         try:

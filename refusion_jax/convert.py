@@ -61,7 +61,7 @@ _TOKENIZER_FILES = (
 
 
 def mesh_over_all(hidden_size: int) -> jax.sharding.Mesh:
-    """A mesh that splits weights over as many devices as divide them evenly."""
+    """A mesh of the most devices that can split the weights evenly."""
     parts = math.gcd(jax.device_count(), hidden_size)
     return sharding.make_mesh({"fsdp": parts}, jax.devices()[:parts])
 
@@ -81,7 +81,7 @@ def to_orbax(source: epath.Path, target: epath.Path, dtype: str, mask_token_id: 
 def to_huggingface(source: epath.Path, target: epath.Path, dtype: str) -> None:
     """Reads a model, spread over all devices here, and writes a Hugging Face directory.
 
-    With custom_generate/, from which transformers decodes as the system does, where it has such a decoder.
+    If the system has such a decoder, it includes custom_generate/, with which transformers decodes as the system does.
     """
     mesh, objective = mesh_over_all(read_model_config(source).hidden_size), find_objective(source)
     if objective in systems() and (code := systems()[objective].custom_generate):
@@ -106,7 +106,7 @@ def main() -> None:
     directory = tokenizer_place(source)
     carried = {name: read_file(directory / name) for name in _TOKENIZER_FILES if (directory / name).exists()}
     dtype = _DTYPE.value or read_dtype(source)
-    partial = target  # in an object store what is written last, config.json or model.json, says that it is whole
+    partial = target  # in an object store the file written last, config.json or model.json, marks a whole directory
     made = []
     if not is_remote(target):
         made = [parent for parent in target.parents if not parent.exists()]  # the innermost first
@@ -129,7 +129,7 @@ def main() -> None:
             if not huggingface_config.is_huggingface(base) or huggingface_config.read_config(base, releases()).names:
                 why = "no directory in the form of transformers, which `peft` needs: use huggingface"
                 raise UserError(f"--format=peft: what the run adapts, {base}, is {why}")
-            # PEFT takes other names for those of a hub.
+            # PEFT takes other names for names on the Hub.
             peft.write(partial, lora, trained, absolute(base), find_objective(source))
         else:
             to_huggingface(source, partial, dtype)

@@ -47,11 +47,11 @@ _SEED = flags.DEFINE_integer("seed", 0, "Seed for the kinds and times of the fau
 _HOSTS = flags.DEFINE_integer("hosts", 1, "Processes of the run, on this machine", 1, 64)
 _KINDS = flags.DEFINE_list("kinds", [], f"Only faults of these kinds: {', '.join(FAULTS)}")
 
-_HOSTS_FILE = "hosts"  # of the fault-free run: with another number of them sums are rounded differently
+_HOSTS_FILE = "hosts"  # number of hosts of the fault-free run: with another number sums are rounded differently
 _OWN = {LOCK, _HOSTS_FILE, "straight", "straight.log", "faulty", "faulty.log"}  # files of a drill
-# Config keys that make no difference to what is compared.
+# Config keys that do not affect what is compared.
 _HARMLESS = ("checkpoint", "log_every", "tracker", "profile_steps", "compilation_cache")
-_CLOCKS = {"seconds", "tokens_per_second", "mfu"}  # metrics in which no two runs are equal
+_CLOCKS = {"seconds", "tokens_per_second", "mfu"}  # metrics that differ between any two runs
 
 
 def final_state(workdir: Path, step: int) -> dict[str, Any]:
@@ -67,7 +67,7 @@ def final_state(workdir: Path, step: int) -> dict[str, Any]:
 
 
 def differences(straight: Path, faulty: Path, steps: int) -> list[str]:
-    """The differences of two finished runs; none where they are equal to the bit."""
+    """The differences between two finished runs; empty if they are equal to the bit."""
     found = []
     a, b = (final_state(workdir, steps) for workdir in (straight, faulty))
     for (path, x), (_, y) in zip(jax.tree.leaves_with_path(a), jax.tree.leaves_with_path(b), strict=True):
@@ -82,21 +82,21 @@ def differences(straight: Path, faulty: Path, steps: int) -> list[str]:
 
 
 def finish(run: RunUnderTest) -> None:
-    """Starts a run until it is complete; UserError where its flags are at fault, by what `train` says of them."""
+    """Starts a run until it is complete; UserError, with `train`'s message, if its flags are at fault."""
     for _ in range(20):
         if not run.is_running():
             run.start()
         codes = run.wait()
         if codes == {0}:
             return
-        if 2 in codes:  # it would end so again
+        if 2 in codes:  # it would end like this again
             said = [line for line in run.heard().splitlines() if line.startswith("error: ")]
             raise UserError(said[-1].removeprefix("error: ") if said else "train ended with exit code 2")
     run.check(False, "the run is never complete")
 
 
 def strike(run: RunUnderTest, kind: str, chance: random.Random, steps: int, every: int) -> dict[str, Any]:
-    """One fault, from its moment until the run stands where it stood: what to say of it."""
+    """Applies one fault, waits until the run has caught up, and returns a record about it."""
     if not run.is_running():
         run.start()
     moment = run.step() + chance.randint(1, max(2, 2 * every))
@@ -119,7 +119,7 @@ def strike(run: RunUnderTest, kind: str, chance: random.Random, steps: int, ever
 
 
 def sessions(run: RunUnderTest) -> list[int]:
-    """The steps from which its sessions went on, of those that have come to their first step and logged nothing old."""
+    """The steps from which its sessions resumed, of those sessions that have compiled the step."""
     found, begun = [], 0
     for event in read_events(run.workdir):
         if event["event"] == "start":
@@ -139,7 +139,7 @@ def main() -> None:
         raise UserError("--kinds=kill_host: needs --hosts of 2 or more, or nobody is left to name the lost one")
     kinds = _KINDS.value or [kind for kind in FAULTS if kind != "kill_host" or _HOSTS.value > 1]
     flag_values.check_output("workdir", Path(_WORKDIR.value), directory=True)
-    workdir = Path(_WORKDIR.value).absolute()  # as Orbax wants paths
+    workdir = Path(_WORKDIR.value).absolute()  # Orbax needs absolute paths
     is_new = not workdir.exists()
     if not is_new and (other := {path.name for path in workdir.iterdir()} - _OWN):
         raise UserError(f"--workdir={workdir} holds {min(other)}, which is of no drill; name another directory")
@@ -148,12 +148,12 @@ def main() -> None:
 
 
 def drill_in(workdir: Path, kinds: list[str], is_new: bool) -> None:
-    """Trains without faults where that is not done, then drills; a new directory whose flags are at fault goes.
+    """Trains without faults if that is not done yet, then drills; a new directory is removed if flags are at fault.
 
-    A fault-free run with other flags is refused: steps that are added to it, for one, are not those of a longer run.
+    A fault-free run with other flags is refused: for example, adding steps to it does not give a longer run's steps.
     """
     told = [flags.FLAGS[name] for name in flags.FLAGS if name.startswith("config")]
-    # absl writes a line for each element of a tuple, and none for one that is empty.
+    # absl writes a line for each element of a tuple, and none for an empty tuple.
     given = [part for flag in told if flag.present for part in (flag.serialize() or f"--{flag.name}=()").splitlines()]
     given += ["--config.log_every=1", "--config.checkpoint.failures=1000"]
     straight = RunUnderTest(given, workdir / "straight", _HOSTS.value)
@@ -175,7 +175,7 @@ def drill_in(workdir: Path, kinds: list[str], is_new: bool) -> None:
             if is_new:
                 shutil.rmtree(workdir)
             raise
-        adopt_shape(_CONFIG.value, straight.workdir)  # and the steps that its epochs came to
+        adopt_shape(_CONFIG.value, straight.workdir)  # also sets the steps computed from epochs
         drill(straight, faulty, kinds)
     finally:
         straight.kill()
@@ -183,7 +183,7 @@ def drill_in(workdir: Path, kinds: list[str], is_new: bool) -> None:
 
 
 def drill(straight: RunUnderTest, faulty: RunUnderTest, kinds: list[str]) -> None:
-    """Runs the faulty one, prints what struck and what came of it, and exits with 1 where anything was lost."""
+    """Trains the faulty run, prints each fault and its outcome, and exits with 1 if anything was lost."""
     config = _CONFIG.value
     chance = random.Random(_SEED.value)
     order = [kind for _ in range(-(-_COUNT.value // len(kinds))) for kind in chance.sample(kinds, len(kinds))]

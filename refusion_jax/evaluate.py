@@ -85,7 +85,7 @@ _DATA = flags.DEFINE_integer("mesh.data", 1, "Split the batch over this many dev
 _TENSOR = flags.DEFINE_integer("mesh.tensor", 1, "Split heads and weights over this many devices", lower_bound=1)
 command.define_settings(all_settings(), defaults={"max_new_tokens": "the task's, or 256"})
 _OF_TASKS = (_INCLUDE, _TASK_DATA, _FEWSHOT, _CHAT, _THINKING, _EXECUTE, _UNSAFE)
-_OF_SCORING = ("method", "weights", "slot_size", "seed")  # settings of decoding that the likelihood has, too
+_OF_SCORING = ("method", "weights", "slot_size", "seed")  # decode settings that the likelihood has, too
 
 
 def main() -> None:
@@ -97,7 +97,7 @@ def main() -> None:
     flag_values.check_output("output", output, directory=True)
     checkpoint = epath.Path(_CHECKPOINT.value)
     with together():
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)  # with several processes JAX takes it for training, which saves
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)  # with several processes JAX handles it, for training to save
         results = measure(checkpoint, _PREPARED.value) if _PREPARED.value else evaluate(checkpoint, output)
         if jax.process_index():
             return
@@ -109,7 +109,7 @@ def main() -> None:
 
 
 def measure(checkpoint: epath.Path, data: str) -> dict:
-    """The held-out loss of prepared data, where the model was trained by us, and its bits per byte, where known."""
+    """The held-out loss of prepared data if the model was trained by us, and its bits per byte if known."""
     if not is_prepared(data):
         raise UserError(f"--data={data}: is no directory that `prepare` wrote")
     useless = [flag.name for flag in _OF_TASKS if flag.present]
@@ -143,7 +143,7 @@ def measure(checkpoint: epath.Path, data: str) -> dict:
 
 
 def _method(checkpoint: epath.Path) -> str:
-    """The decoder that the flags name, or that the model was trained for."""
+    """The decoder from the flags, or else the one that the model was trained for."""
     return choose_method(checkpoint, command.given().get("method"))
 
 
@@ -198,7 +198,7 @@ def evaluate(checkpoint: epath.Path, output: Path) -> dict:
 
 
 def write_results(output: Path, results: dict) -> None:
-    """results.json and samples_TASK.jsonl, and the scores on the terminal."""
+    """Writes results.json and samples_TASK.jsonl, and prints the scores."""
 
     def line(value: dict, indent: int | None = None) -> str:
         return json.dumps(value, indent=indent, ensure_ascii=False, default=str) + "\n"

@@ -97,7 +97,7 @@ command.define_settings(all_settings())
 
 
 def useless_flags() -> list[str]:
-    """Flags of settings that the chosen decoder does not have; of those it has, the help becomes its own."""
+    """Flags of settings that the chosen decoder does not have; the help of the others becomes that decoder's."""
     method = command.given().get("method")
     if _CHECKPOINT.value:
         method = choose_method(epath.Path(_CHECKPOINT.value), method)
@@ -108,7 +108,7 @@ def useless_flags() -> list[str]:
 
 
 def check_place(checkpoint: epath.Path, flag: str, output: epath.Path, beginning: bytes, kind: str) -> None:
-    """Raises UserError, naming the flag, where a file cannot be written, holds something else, or is among weights."""
+    """Raises UserError, naming the flag, if a file cannot be written, has other content, or is in the checkpoint."""
     flag_values.check_apart(output, [_INPUT.value] if _INPUT.value else [], flag)
     flag_values.check_file(flag, output, beginning, kind)
     if not is_remote(output) and not is_remote(checkpoint):
@@ -119,7 +119,7 @@ def check_place(checkpoint: epath.Path, flag: str, output: epath.Path, beginning
 
 @dataclasses.dataclass(frozen=True)
 class Asked:
-    """What a decoder of a model is asked."""
+    """A model, its decode settings and its prompts."""
 
     checkpoint: epath.Path
     tokenizer: Tokenizer | None
@@ -130,7 +130,7 @@ class Asked:
 
     @classmethod
     def read(cls, checkpoint: epath.Path, settings: Settings) -> "Asked":
-        """The prompts of --prompt or --input, for a model; UserError where the decoder cannot serve them."""
+        """Reads the prompts of --prompt or --input for a model; UserError if the decoder cannot serve them."""
         tokenizer = find_tokenizer(checkpoint)
         ids, requests = asked_prompts(_PROMPT.value, _INPUT.value, tokenizer, settings)
         config = read_model_config(checkpoint)
@@ -139,13 +139,13 @@ class Asked:
 
     @property
     def name(self) -> str:
-        """On a page."""
+        """The name shown on a page."""
         is_other = _COMPARE.value not in (None, *decoders())
         return f"{self.settings.method}, {self.checkpoint.name}" if is_other else self.settings.method
 
 
 def other(compare: str, checkpoint: epath.Path, given: dict[str, object]) -> Asked:
-    """What is compared: another decoder of the model, or another model, as its decoder's settings say; or UserError."""
+    """What --compare names: another decoder of the model, or another model with its default decoder; or UserError."""
     method = compare if compare in decoders() else None
     checkpoint = checkpoint if method else epath.Path(compare)
     if not method and not checkpoint.exists():
@@ -157,7 +157,7 @@ def other(compare: str, checkpoint: epath.Path, given: dict[str, object]) -> Ask
 def part_of(text: str, output: epath.Path | None) -> tuple[int, int]:
     """(number, count) of a part I/N.
 
-    Raises UserError where this is no part, or the output no file on a disk, where the parts come together.
+    Raises UserError if this is not a part, or if the output, in which parts are merged, is not a file on a disk.
     """
     found = re.fullmatch(r"([1-9]\d{0,3})/([1-9]\d{0,3})", text)
     number, count = map(int, found.groups()) if found else (1, 0)
@@ -183,7 +183,7 @@ def is_for_people() -> bool:
 
 
 def check_places(checkpoint: epath.Path, output: epath.Path | None, watch: epath.Path | None) -> None:
-    """Raises UserError where the files that are asked for cannot be written."""
+    """Raises UserError if the requested files cannot be written."""
     if output:
         check_place(checkpoint, "output", output, b'{"id": ', "not answers")
     if watch:
@@ -195,7 +195,7 @@ def check_places(checkpoint: epath.Path, output: epath.Path | None, watch: epath
 
 
 def check_uses(asked: Asked, stops: Stops) -> None:
-    """Raises UserError where a flag can do nothing for these prompts."""
+    """Raises UserError if a flag has no effect on these prompts."""
     if stops.texts and asked.tokenizer is None:
         why = "has no tokenizer, so its answers are no text to look in"
         raise UserError(f"--stop={stops.texts[0]}: {asked.checkpoint} {why}")
@@ -206,7 +206,7 @@ def check_uses(asked: Asked, stops: Stops) -> None:
 def answers_to(
     asked: Asked, indices: Sequence[int], model: Transformer, page: Decodings | None
 ) -> Iterator[tuple[int, Answer]]:
-    """(index, answer) of some of the prompts: at a terminal a single one as it fills, others with a bar."""
+    """(index, answer) for some of the prompts: at a terminal a single one is shown as it fills, others with a bar."""
     screen = Screen(asked.requests[0], asked.tokenizer, asked.decoder.ids.eos_id) if is_for_people() else None
     answers = stream(
         model,
@@ -224,7 +224,7 @@ def answers_to(
 
 
 def main() -> None:
-    # 1. What is asked for, checked as a whole.
+    # 1. Check everything that is asked for.
     if _CHECKPOINT.value is None or (_INPUT.value is None) == (_PROMPT.value is None):
         raise UserError("--checkpoint=DIR and one of --input=FILE and --prompt=TEXT are needed; --help explains")
     checkpoint = epath.Path(_CHECKPOINT.value)
@@ -241,7 +241,7 @@ def main() -> None:
     rival = other(_COMPARE.value, checkpoint, given) if _COMPARE.value else None
     keep_for_user(_CACHE.value)
 
-    # 2. What is not answered yet is decoded; for a page, everything.
+    # 2. Decode what is not answered yet; for a page, everything.
     ids, requests = asked.ids, asked.requests
     call = describe_call(_CHECKPOINT.value, ids, requests, _STOP.value, _DTYPE.value)
     with open_output(output, show, len(ids), call, part) as answers:
@@ -254,7 +254,7 @@ def main() -> None:
                 if recording:
                     recording.add(i, requests[i], answer, len(record["tokens"]))
 
-        # 3. The finished files, in the order of the prompts.
+        # 3. Write the finished files, in the order of the prompts.
         if recording:
             recordings = [recording]
             if rival:

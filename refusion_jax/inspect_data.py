@@ -49,7 +49,7 @@ _HTML = flags.DEFINE_string(
     "HTML file to write, with the row and what each token attends to; for --data without --row, with all of the data",
 )
 _VERIFY = flags.DEFINE_bool("verify", False, "Compare all checksums of --data instead of showing a row")
-_OF_ROWS = {"data", "seed", "batch_size", "row_length"}  # config keys by which a run has its rows
+_OF_ROWS = {"data", "seed", "batch_size", "row_length"}  # config keys that determine a run's rows
 
 
 def _tokenizer() -> Tokenizer:

@@ -61,7 +61,7 @@ _SEARCH = flags.DEFINE_bool("search", False, "Try remat x rows per forward x mes
 _JSON = flags.DEFINE_bool("json", False, "Print one JSON object per line instead of a table")
 command.define_settings(all_settings())
 split_report.define_flags(flags.FLAGS)
-# What each kind of plan has a use for, besides --config and --json.
+# The flags that each kind of plan uses, besides --config and --json.
 _USES = {
     "train": {"topology", "slices", "rows_per_chip", "memory_only", "search"},
     "decode": {"topology", "slices", "what", "memory_only", *(f"decode.{name}" for name in all_settings())},
@@ -127,14 +127,14 @@ def plan_split() -> None:
 
 
 def check_use(kind: str) -> None:
-    """Raises UserError where this kind of plan has no use for a flag: its verdict would not be about that."""
+    """Raises UserError if this kind of plan does not use a flag: its verdict would ignore it."""
     given = {name for name in set().union(*_USES.values()) if flags.FLAGS[name].value != flags.FLAGS[name].default}
     for name in sorted(given - _USES[kind]):
         raise UserError(f"--{name}: is of no use with {'--hlo' if kind == 'hlo' else f'--what={kind}'}")
 
 
 def show_verdict(record: dict, find_fix: Callable[[], str]) -> None:
-    """Prints one plan; UserError, with the flags that make it fit, where it does not fit."""
+    """Prints one plan; UserError, with the flags that would make it fit, if it does not fit."""
     warn_of_other_versions()
     show(record)
     if not record["fits"]:
@@ -146,7 +146,7 @@ def show_verdict(record: dict, find_fix: Callable[[], str]) -> None:
 
 
 def warn_of_other_versions() -> None:
-    """Not before there is a plan: what cannot be planned is one line."""
+    """Warns of other compiler versions; called after a plan, so that failures stay one line."""
     if mismatch := version_mismatch():
         print(mismatch, file=sys.stderr)
 

@@ -113,7 +113,7 @@ _BEAM_OPTIONS = flags.DEFINE_string(
 
 
 class _Bar:
-    """How far it is: a bar on a terminal, else a line now and then."""
+    """Shows progress: a bar on a terminal, otherwise a line now and then."""
 
     def __init__(self):
         columns = TextColumn("{task.description}"), BarColumn(), DownloadColumn(binary_units=True)
@@ -123,13 +123,13 @@ class _Bar:
         self._said = time.monotonic()
 
     def started(self, what: str, total: int) -> None:
-        """Begins a pass over the input, of so many bytes."""
+        """Begins a pass over `total` bytes of input."""
         self._what, self._began, self._tokens = what, time.monotonic(), 0
         self._bar.reset(self._task, total=total, description=what)
         self._bar.start()
 
     def advance(self, size: int, tokens: int) -> None:
-        """Advances by so many bytes, of which these tokens were made."""
+        """Advances by `size` bytes, which became `tokens` tokens."""
         self._tokens += tokens
         self._bar.advance(self._task, size)
         now, task = time.monotonic(), self._bar.tasks[0]
@@ -143,7 +143,7 @@ class _Bar:
 
 
 def command_line(inputs: list[str]) -> str:
-    """The command that makes the same files again, without where they go and how many processes work."""
+    """The command that creates the same files, without the flags for the output and the number of processes."""
     named = [f"--input={pattern}" for pattern in inputs]
     for flag in (flag for flag in _SHAPING if flag.value != flag.default):
         named.append(f"--{flag.name}={','.join(flag.value) if isinstance(flag.value, list) else flag.value}")
@@ -151,7 +151,7 @@ def command_line(inputs: list[str]) -> str:
 
 
 def describe(manifest: Manifest) -> str:
-    """One line for people."""
+    """The manifest in one line, for people."""
     dropped = ", ".join(f"{count:,} {kind}" for kind, count in manifest.dropped.items())
     turns = ", ".join(f"{count:,} of {role}" for role, count in manifest.left_out.items())
     return (
@@ -167,7 +167,7 @@ def _runner() -> Callable[[PrepareSettings, epath.Path], Runner]:
         if _BEAM_OPTIONS.present:
             raise UserError("--beam_options goes with --runner=beam")
         return functools.partial(Processes, count=count)
-    logging.disable(logging.WARNING)  # it warns that the libraries of BigQuery are not there
+    logging.disable(logging.WARNING)  # Beam warns that BigQuery's libraries are missing
     with needs("beam"):
         from refusion_jax.data.beam import BeamRunner
     logging.disable(logging.NOTSET)
@@ -178,7 +178,7 @@ def _runner() -> Callable[[PrepareSettings, epath.Path], Runner]:
 
 
 def _filters(flag: dict[str, Any]) -> FilterSettings:
-    """The filters that are asked for, with the checksums of the files that they read."""
+    """The requested filters, with the checksums of the files that they read."""
     if unknown := set(flag["filters"]) - set(RULES):
         raise UserError(f"--filters={','.join(sorted(unknown))}: no filter of that name; there are {', '.join(RULES)}")
     files = {}
@@ -186,7 +186,7 @@ def _filters(flag: dict[str, Any]) -> FilterSettings:
         found = [path for pattern in flag[name] for path in find_files(pattern) or [pattern]]
         files[name] = tuple((path, file_checksum(path)) for path in found)
     settings = FilterSettings(tuple(flag["filters"]), tuple(flag["languages"]), **files)
-    Filters(settings)  # tells what is wrong with them before anything is written
+    Filters(settings)  # raises for faulty filters before anything is written
     return settings
 
 

@@ -51,9 +51,9 @@ MAX_NEW_TOKENS = 32  # the longest worked answer takes 25
 def measure(
     settings: Settings, model: Transformer, tokenizer: Tokenizer, problems: list[Problem]
 ) -> tuple[dict[str, float], Decoded]:
-    """Accuracy and speed of one decoder, compilation not counted."""
+    """Accuracy and speed of one decoder, without compilation."""
     prompts = tokenizer.encode_prompts([problem.query for problem in problems])
-    # Compiles for the longest; of two at least, since a prompt without others keeps no beginning for them.
+    # Compiles for the longest prompt; with at least two, since a single one would have no prefix cache.
     decode(model, sorted(prompts, key=len)[-max(settings.batch_size, 2) :], settings)
     began = time.monotonic()
     out = decode(model, prompts, settings)
@@ -95,7 +95,7 @@ def show(figures: dict, problems: list[Problem], decoded: Decoded, tokenizer: To
 
 
 def examples(problems: list[Problem], decoded: Decoded, tokenizer: Tokenizer, size: int) -> list[int]:
-    """Three right answers to look at, of three families: written least in order of reading, and then the longest."""
+    """Three right answers to show, from three families: those written least in reading order, then the longest."""
     orders = [part_order(decoded, i, size) for i in range(len(problems))]
     by_interest = [(sum(b < a for a, b in itertools.pairwise(order)), len(order)) for order in orders]
     most = {}
@@ -107,7 +107,7 @@ def examples(problems: list[Problem], decoded: Decoded, tokenizer: Tokenizer, si
 
 
 def part_order(decoded: Decoded, index: int, size: int) -> list[int]:
-    """The parts of an answer, of so many tokens each, in the order of writing, without those dropped after its end."""
+    """The parts of an answer, of `size` tokens each, in the order of writing, without those dropped after its end."""
     first = min(decoded.commit_order[index])
     places = (position - first for position in decoded.commit_order[index])
     return list(dict.fromkeys(place // size for place in places if place < len(decoded.tokens[index])))
@@ -123,7 +123,7 @@ def main() -> None:
     workdir = Path(_WORKDIR.value)
     started = time.time() if _STARTED.value is None else _STARTED.value
     flag_values.check_output("workdir", workdir, directory=True)
-    choose_method(workdir, None)  # or there is no model, or none that we decode
+    choose_method(workdir, None)  # raises if there is no model that we can decode
     seconds = next((r["seconds"] for r in reversed(read_metrics(workdir)) if type(r.get("seconds")) is float), None)
     if seconds is None:
         raise UserError(f"--workdir={workdir}: holds no metrics.jsonl of a training run")
@@ -147,7 +147,7 @@ def main() -> None:
     decoded, size = measured[names[0]][1], settings[names[0]].unit
     show(figures, problems, decoded, tokenizer, size)
 
-    shown = examples(problems, decoded, tokenizer, size) or range(3)  # those that are wrong are shown, too
+    shown = examples(problems, decoded, tokenizer, size) or range(3)  # if there are none, wrong ones are shown
     prompts = tokenizer.encode_prompts([problems[i].query for i in shown])
     recordings = [play(models[n], prepare(prompts, settings[n], models[n].config), tokenizer, n) for n in names]
     scenes = [(i, [of.scenes[i] for of in recordings]) for i in range(len(shown))]

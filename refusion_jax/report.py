@@ -35,7 +35,7 @@ def main() -> None:
     check_file("output", target, BEGINNING)
     check_file("output", output / "answers.html", player.BEGINNING)
     with needs("plots"):
-        import matplotlib  # noqa: F401  before anything is read
+        import matplotlib  # noqa: F401  to fail before anything is read
     runs = [read_run(number, workdir) for number, workdir in enumerate(_WORKDIR.value, 1)]
     shown = sections(runs)
     charts = [chart for *_, own in shown for chart in own]

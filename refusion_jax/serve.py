@@ -81,15 +81,15 @@ command.define_settings(
         "batch_size": "64; 8 on a CPU",
     },
 )
-_ROWS = {"cpu": 8}  # rows of a batch, where they differ from the default: a CPU pays for each of them
-_GRACE = 60  # seconds for the answers under way, when the server is asked to end
-_IDLE = 75  # seconds a connection waits for its next request: clients and proxies, which keep one for less, end it
+_ROWS = {"cpu": 8}  # rows of a batch, if different from the default: on a CPU each one costs time
+_GRACE = 60  # seconds to finish current answers when the server is asked to end
+_IDLE = 75  # seconds that an idle connection is kept: longer than clients and proxies keep it, so that they close it
 
 
 def main() -> None:
     if _CHECKPOINT.value is None:
         raise UserError("--checkpoint=DIR is needed; --help explains")
-    # An empty one would be that of all requests without a key.
+    # An empty key would match all requests without a key.
     keys = [key for key in _KEYS.value or os.environ.get("REFUSION_API_KEY", "").split(",") if key]
     if _KEYS.present and not keys:
         raise UserError("--api_key: holds no key; without the flag, everybody may ask")
@@ -130,12 +130,12 @@ def main() -> None:
             engine.start(failed=lambda: setattr(server, "should_exit", True))
             if _STRUCTURED.value and not engine.failure:
                 service.compile_structured()
-        # What is there now stays. A collector of garbage that looks at it, too, holds everybody up for 0.1 s and more.
+        # Existing objects stay. A garbage collector that examines them, too, would block everybody for 0.1 s or more.
         gc.collect()
         gc.freeze()
         if not engine.failure:
             command.say(f"serving {_CHECKPOINT.value} at http://{f'[{host}]' if ':' in host else host}:{port}/v1")
-            signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))  # raised again by uvicorn, when all is answered
+            signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))  # raised again by uvicorn, after the last answer
             server.run(sockets=[listening])
     finally:
         engine.close()

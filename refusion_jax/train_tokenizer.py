@@ -29,7 +29,7 @@ _FIELDS = {
     name: flags.DEFINE_string(name, "", f"JSON field, as --config.data.{name} of `train`")
     for name in ("query_field", "response_field", "text_field")
 }
-_BEGINNING = b"\n\x0e\n\x05<pad>"  # of every model that this command writes
+_BEGINNING = b"\n\x0e\n\x05<pad>"  # every model that this command writes begins with it
 
 
 def main() -> None:

@@ -1,4 +1,4 @@
-"""A server in its own process, and its clients: many that ask and measure, and arrivals at random times."""
+"""A server in its own process, and its clients: many that send requests and measure, or arrive at random times."""
 
 import concurrent.futures
 import contextlib
@@ -38,23 +38,23 @@ class Seen:
     """What a client saw of an answer."""
 
     status: int
-    text: str  # or what is wrong
+    text: str  # or the error
     tokens: int
     first: float  # seconds to the first text
-    whole: float  # seconds to its end
+    whole: float  # seconds to the end
 
     @property
     def between(self) -> float:
-        """Seconds between two tokens after the first text, on average; pieces of a stream have several."""
+        """Average seconds between two tokens after the first text; pieces of a stream have several tokens."""
         return (self.whole - self.first) / max(self.tokens - 1, 1)
 
 
 def ask_all(
     address: tuple[str, int], clients: int, bodies: Sequence[dict[str, Any]], times: Sequence[float] = ()
 ) -> list[Seen]:
-    """So many clients ask, each over a connection that is kept, and the next as soon as it has the last answer.
+    """Runs clients that each keep a connection, and send the next request as soon as they have the last answer.
 
-    With `times`, requests are sent at these seconds from now, whatever has been answered until then.
+    With `times`, requests are sent at these seconds from now, whether or not earlier ones have been answered.
     """
     own, asked = threading.local(), []
     began = time.perf_counter()
@@ -62,7 +62,7 @@ def ask_all(
     def answer(body: dict[str, Any]) -> Seen:
         if not hasattr(own, "connection"):
             own.connection = http.client.HTTPConnection(*address, timeout=600)
-        if times:  # asks over a new one, since the server closes those that are idle
+        if times:  # over a new connection, since the server closes idle ones
             own.connection.close()
         seen = ask(own.connection, json.dumps(body).encode(), body["stream"])
         if seen.status != 200:
@@ -78,7 +78,7 @@ def ask_all(
 
 
 def ask(connection: http.client.HTTPConnection, body: bytes, is_stream: bool = False, hangs_up: bool = False) -> Seen:
-    """What a client sees of the answer to a request for completions; one who hangs up reads its first line alone."""
+    """What a client sees of the answer to a request for completions; one that hangs up reads only the first line."""
     text, tokens, first = "", 0, None
     began = time.perf_counter()
     connection.request("POST", "/v1/completions", body, {"Content-Type": "application/json"})
@@ -98,10 +98,10 @@ def ask(connection: http.client.HTTPConnection, body: bytes, is_stream: bool = F
 
 
 def arrivals(count: int, rate: float, room: int, most: int) -> tuple[list[float], list[dict[str, Any]]]:
-    """(seconds at which `count` requests arrive, `rate` a second; their prompts and lengths), always the same.
+    """(seconds at which `count` requests arrive, `rate` per second; their prompts and lengths), always the same.
 
     Arrivals are a Poisson process. Prompts and answers have log-normal lengths with the medians and tails of ShareGPT's
-    conversations, about 60 and 150 tokens, cut to `most` of an answer and `room` for both.
+    conversations, about 60 and 150 tokens; answers are cut to `most` tokens, and both together to `room`.
     """
     draw = np.random.default_rng(0)
     times = np.cumsum(draw.exponential(1 / rate, count))

@@ -1,4 +1,4 @@
-"""Markdown as the benchmarks write it: tables, and prose in columns."""
+"""The Markdown of benchmarks: tables, and prose of limited width."""
 
 import textwrap
 from collections.abc import Iterable, Sequence
@@ -12,5 +12,5 @@ def table(names: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 
 def prose(text: str, indent: str = "") -> str:
-    """A paragraph; with an indent, an item of a list. Words are never cut, not at a hyphen either."""
+    """A paragraph; with an indent, an item of a list. Words are never split, not even at a hyphen."""
     return textwrap.fill(text, _WIDTH, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)

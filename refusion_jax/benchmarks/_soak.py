@@ -1,4 +1,4 @@
-"""Many clients for some time: some ask, some read streams, some hang up, and some send what is no request."""
+"""A load test with many clients: they ask, read streams, hang up, or send malformed requests."""
 
 import collections
 import concurrent.futures
@@ -33,7 +33,7 @@ _KINDS = {"whole": 40, "stream": 30, "hang up": 10, "malformed": 19, "large": 1}
 def soak(
     address: tuple[str, int], pid: int, clients: int, minutes: float, bodies: Sequence[dict[str, Any]]
 ) -> dict[str, Any]:
-    """What many clients see of a server in some minutes; the answer to each body must be what it gets alone, before."""
+    """What many clients see of a server in `minutes`; each body must get the answer that it gets before, alone."""
     bodies = [body | {"seed": 0, "stream": False} for body in bodies]
     alone = [one.text for one in ask_all(address, 1, bodies)]
     seen, memory, ends = [], [], time.monotonic() + 60 * minutes
@@ -70,7 +70,7 @@ def soak(
 
 
 def _probe(address: tuple[str, int], seconds: float) -> list[float]:
-    """How long /health takes, in milliseconds, again and again; in a process where nothing else is done."""
+    """Repeatedly measures how long /health takes, in milliseconds; to be run in a separate process."""
     found, ends = [], time.monotonic() + seconds
     while (began := time.monotonic()) < ends:
         with contextlib.closing(http.client.HTTPConnection(*address, timeout=600)) as connection:

@@ -44,7 +44,7 @@ def define_flags(own: flags.FlagValues) -> None:
 
 
 def main(own: flags.FlagValues) -> None:
-    """Prints one JSON object a run and a generation, then a table."""
+    """Prints one JSON object per run and per generation, then a table."""
     if own.output and not own.compile:
         raise UserError(f"--output={own.output}: only --compile makes new counts to write")
     if own.output:
@@ -86,7 +86,7 @@ class PublishedRun:
     rows_per_chip: float
     config: dict  # keys of a config that differ from its defaults
     published_seconds: float  # of one step
-    extra_seconds: float  # of arithmetic that our program does and theirs did not, less that of the opposite
+    extra_seconds: float  # for arithmetic that only our program does, minus those for arithmetic that only theirs did
     source: str
     costs: Costs  # of our program, aggregated by `summed`
 
@@ -127,7 +127,7 @@ def compiled_again(run: PublishedRun) -> PublishedRun:
 
 
 def summed(costs: Costs, topology: str) -> Costs:
-    """The same costs with operations summed by what bounds them on these chips, which keeps the roofline."""
+    """The same costs, with operations summed by what bounds them on these chips, which preserves the roofline."""
     chip, sums = find_chip(topology), {}
     for o in costs.operations:
         reached = chip.peak_flops * min(1.0, o.width / chip.matrix_unit)
@@ -142,10 +142,10 @@ def summed(costs: Costs, topology: str) -> Costs:
 
 
 def calibrate(runs: Sequence[PublishedRun]) -> dict[str, Calibration]:
-    """The factor of every generation with at least two runs, and the spread to expect of a further run.
+    """The factor of every generation with at least two runs, and the expected spread of a further run.
 
     The spread is the deviation of single runs from the mean of their generation: pooled over all generations, because
-    each has few runs, or its own where that is larger.
+    each has few runs, or the generation's own if that is larger.
     """
     logs = _logs(runs)
     logs = {generation: found for generation, found in logs.items() if len(found) > 1}

@@ -44,7 +44,7 @@ from refusion_jax.model.transformer import Transformer
 from refusion_jax.systems.api import DecodeSettings, all_settings, decoder_for, read_settings, stream
 from refusion_jax.systems.registry import default_system, system_of
 
-# hidden size, layers, heads, key/value heads, head size, mlp size, vocabulary, tied embeddings; from 0.6b on Qwen3's
+# hidden size, layers, heads, key/value heads, head size, mlp size, vocabulary, tied embeddings; Qwen3's from 0.6b on
 SIZES = {
     "tiny": (128, 3, 4, 2, 32, 384, 512, True),
     "small": (512, 8, 8, 4, 64, 1536, 4096, True),
@@ -104,7 +104,7 @@ def main(own: flags.FlagValues) -> None:
 def measure(
     model: Transformer, setups: dict[str, Settings], prompts: list[Request], repeats: int, bandwidth: float
 ) -> Iterator[dict]:
-    """A record of each setup, measured in interleaved repeats."""
+    """A record for each setup, measured in interleaved repeats."""
     models = {setup: model.rounded(settings.weights, settings.cache) for setup, settings in setups.items()}
     c = model.config
     seconds: dict[str, list[float]] = {setup: [] for setup in setups}
@@ -143,7 +143,7 @@ def measure(
 
 
 def timed(model: Transformer, requests: Sequence[Request], *decoder: Any, **how: Any) -> tuple[list[Answer], float]:
-    """The answers in order, and the seconds that they took; arguments are those of `stream`."""
+    """(the answers in order, the seconds that they took); the arguments are those of `stream`."""
     began = time.perf_counter()
     found = dict(stream(model, requests, *decoder, **how))
     seconds = time.perf_counter() - began
@@ -151,13 +151,13 @@ def timed(model: Transformer, requests: Sequence[Request], *decoder: Any, **how:
 
 
 def prompts_in(file: str, checkpoint: str | None, settings: Settings) -> list[Request]:
-    """The prompts of a JSONL file, without settings that its lines may have; the checkpoint's tokenizer reads text."""
+    """The prompts of a JSONL file, without settings in its lines; the checkpoint's tokenizer encodes text."""
     tokenizer = find_tokenizer(epath.Path(checkpoint)) if checkpoint else None
     return [Request(request.prompt, name=request.name) for _, request in read_prompts(Path(file), tokenizer, settings)]
 
 
 def random_prompts(count: int, length: int, model: ModelConfig) -> list[Request]:
-    """Prompts of random tokens, always the same."""
+    """Prompts of random tokens, the same in every call."""
     drawn = np.random.default_rng(0).integers(5, min(model.num_tokens, 500), (count, length))
     return [*map(Request, drawn.tolist())]
 
@@ -175,7 +175,7 @@ def read_setup(setup: str, shared: dict[str, Any], checkpoint: str | None = None
 
 
 def shape_of(size: str) -> ModelConfig:
-    """The shape that one of SIZES names."""
+    """The shape of one of SIZES."""
     D, L, N, K, H, F, V, tied = SIZES[size]
     # Random weights must not end answers early: EOS is the padding id, which is never chosen.
     special = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 0, "mask_token_id": 4}
@@ -183,7 +183,7 @@ def shape_of(size: str) -> ModelConfig:
 
 
 def random_model(size: str, dtype: str, **changes: Any) -> Transformer:
-    """A model of a named shape, but for these changes, with random weights, made on the device."""
+    """A model of a named shape, with these changes and random weights, created on the device."""
     config = dataclasses.replace(shape_of(size), **changes)
 
     @nnx.jit
@@ -198,8 +198,8 @@ def random_model(size: str, dtype: str, **changes: Any) -> Transformer:
 def copy_bandwidth() -> float:
     """Memory bandwidth in bytes per second, reading and writing, by changing an array larger than any cache in place.
 
-    A new array for every result would take the system ten times as long, to map its pages. Starting a program takes a
-    GPU longer than one such change (an H200 seemed to have a third of its bandwidth), so the time of four more counts.
+    A new array for every result would take ten times as long, to map its pages. A GPU takes longer to start a program
+    than for one such change (an H200 seemed to have a third of its bandwidth), so the time of four more changes counts.
     """
 
     @functools.partial(jax.jit, static_argnums=1, donate_argnums=0)
@@ -211,5 +211,5 @@ def copy_bandwidth() -> float:
         began = time.perf_counter()
         x = jax.block_until_ready(add(x, times))
         seconds[times].append(time.perf_counter() - began)
-    one, five = (np.median(found[1:]) for found in seconds.values())  # the first time it compiles
+    one, five = (np.median(found[1:]) for found in seconds.values())  # the first call compiles
     return 2 * x.nbytes * 4 / float(five - one)

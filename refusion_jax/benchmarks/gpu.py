@@ -67,7 +67,7 @@ def define_flags(own: flags.FlagValues) -> None:
 
 
 def main(own: flags.FlagValues) -> None:
-    """Runs what fits; prints one JSON object a record."""
+    """Runs the parts that fit; prints one JSON object per record."""
     if not own.output:
         raise UserError("--output=: name the directory of the results")
     flag_values.check_output("output", Path(own.output), directory=True)
@@ -85,7 +85,7 @@ def main(own: flags.FlagValues) -> None:
         else:
             try:
                 found = part.run()
-            # Machines with a GPU are borrowed for minutes: when one part fails, the others are still measured.
+            # Machines with a GPU are rented by the minute: if one part fails, the others are still measured.
             except Exception as error:  # noqa: BLE001
                 found = [{"failed": f"{type(error).__name__}: {str(error)[:500]}"}]
         for record in found:
@@ -111,7 +111,7 @@ def parts(own: flags.FlagValues) -> list[Part]:
 
 
 def logits() -> list[dict]:
-    """Logits of a random model on this device against the CPU, in float32 at the highest precision."""
+    """Logits of a random model on this device versus the CPU, in float32 at the highest precision."""
     found = []
     for device in (jax.devices()[0], jax.devices("cpu")[0]):
         with jax.default_device(device), jax.default_matmul_precision("highest"):
@@ -126,7 +126,7 @@ def logits() -> list[dict]:
 
 
 def packed(rehearse: bool) -> list[dict]:
-    """The GPU's kernel in bfloat16 against the dense definition in float32: errors relative to the largest value."""
+    """The GPU's kernel in bfloat16 versus the dense definition in float32: errors relative to the largest value."""
     T, N, K, H = (256, 2, 1, 16) if rehearse else (2048, 16, 8, 128)
     keys = jax.random.split(jax.random.key(0), 4)
     q, weight = (jax.random.normal(key, (1, T, N, H), jnp.bfloat16) for key in keys[:2])
@@ -165,7 +165,7 @@ def answers(checkpoint: str, count: int) -> list[dict]:
 
 
 def trained(size: str) -> list[dict]:
-    """Milliseconds of a training step on full rows, and its MFU against the documented peak."""
+    """Milliseconds of a training step on full rows, and its MFU relative to the documented peak."""
     is_tiny, shape = size == "tiny", decoding.shape_of(size)
     config = default_config()
     config.batch_size, config.row_length = (2, 128) if is_tiny else (8, 2048)
@@ -180,7 +180,7 @@ def trained(size: str) -> list[dict]:
 
 
 def step_costs(config: ml_collections.ConfigDict) -> tuple[float, float]:
-    """(median seconds, FLOPs) of a training step on all devices, on rows of one document, a third of it its prompt."""
+    """(median seconds, FLOPs) of a training step on all devices, on rows of one document, a third of it prompt."""
     mesh = make_mesh(config.mesh)
     program = train_program(config, model_config(config), mesh)
     with jax.set_mesh(mesh):
@@ -191,7 +191,7 @@ def step_costs(config: ml_collections.ConfigDict) -> tuple[float, float]:
         rows = Rows(tokens, np.ones(shape, np.int32), is_response)
         rows = jax.device_put(rows, sharding.sharding(mesh, "batch", "length"))
         seconds = []
-        for _ in range(6):  # the first time it compiles
+        for _ in range(6):  # the first call compiles
             began = time.perf_counter()
             state, metrics = program.step(state, rows)
             metrics["loss"].block_until_ready()
@@ -212,12 +212,12 @@ def decoded(size: str, rows: int, new_tokens: int) -> list[dict]:
 
 
 def section(head: dict, records: list[dict], command: str) -> str:
-    """A section for a page of results: a table for each kind of record, also of those that failed or were skipped."""
+    """A section for a page of results: a table for each kind of record, including failed and skipped parts."""
     parts = [f"## On a GPU: {head['device']}, jax {head['jax']}"]
     if head["rehearsal"]:
         parts.append("A rehearsal with tiny shapes: these figures mean nothing.")
 
-    by_kind = collections.defaultdict(list)  # records of the same fields stand in one table
+    by_kind = collections.defaultdict(list)  # records with the same fields form one table
     for record in records:
         by_kind[tuple(name for name in record if name not in ("benchmark", "part"))].append(record)
     for names, own in by_kind.items():

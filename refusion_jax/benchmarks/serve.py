@@ -70,7 +70,7 @@ def define_flags(own: flags.FlagValues) -> None:
 def main(own: flags.FlagValues) -> None:
     """Prints one JSON object per measurement, then a table."""
     clients = flag_values.read_counts("clients", own.clients)
-    read_setup(own.setup, {"max_new_tokens": own.new_tokens}, own.checkpoint)  # refused before anything is started
+    read_setup(own.setup, {"max_new_tokens": own.new_tokens}, own.checkpoint)  # raises before anything is started
     with needs("serve"):
         import fastapi  # noqa: F401  # by the server
     with contextlib.ExitStack() as stack:
@@ -91,7 +91,7 @@ def main(own: flags.FlagValues) -> None:
 
 
 def _by_clients(address, checkpoint: str, clients: list[int], own: flags.FlagValues) -> Iterator[dict[str, Any]]:
-    """Yields a record of each number of clients, for whole answers and streams, interleaved with decoding here."""
+    """Yields a record for each number of clients, for whole answers and streams, interleaved with decoding here."""
     problems = list(tasks.MIXTURE.problems("test", own.requests, seed=0))
     bodies = [{"prompt": problem.query, "max_tokens": own.new_tokens} for problem in problems]
     usage = {"include_usage": True}
@@ -100,7 +100,7 @@ def _by_clients(address, checkpoint: str, clients: list[int], own: flags.FlagVal
         "stream": [body | {"stream": True, "stream_options": usage} for body in bodies],
     }
     decode = _decoding(checkpoint, [problem.query for problem in problems], own)
-    decode()  # compiles; not counted, as the clients' first answers
+    decode()  # compiles; not counted, like the clients' first answers
     ask_all(address, max(clients), asked["whole"])
     for count in clients:
         repeats = {how: [] for how in asked}
@@ -108,7 +108,7 @@ def _by_clients(address, checkpoint: str, clients: list[int], own: flags.FlagVal
             plain = decode()
             for how, these in asked.items():
                 began = time.perf_counter()
-                seen = ask_all(address, count, these)  # anew: the server closes connections that are idle
+                seen = ask_all(address, count, these)  # over new connections: the server closes idle ones
                 repeats[how].append((seen, time.perf_counter() - began, plain))
         for how, some in repeats.items():
             record = {"benchmark": "serve", "clients": count, "how": how, "requests": len(problems)}
@@ -169,11 +169,11 @@ def _decoding(checkpoint: str, texts: list[str], own: flags.FlagValues) -> Calla
 
 
 def _random(size: str, directory: str) -> str:
-    """Writes random weights and a tokenizer of the built-in problems, as a Hugging Face directory."""
+    """Writes random weights and a tokenizer for the built-in problems as a Hugging Face directory."""
     texts = [f"{p.query}\n{p.response}\n" for p in tasks.MIXTURE.problems("train", 2000, seed=0)]
     tokenizer = SentencePieceTokenizer.train(texts, 512)
     ids = {f"{name}_token_id": getattr(tokenizer, f"{name}_id") for name in ("bos", "pad", "mask")}
-    ids["eos_token_id"] = tokenizer.pad_id  # which no decoder writes
+    ids["eos_token_id"] = tokenizer.pad_id  # decoders never write it
     sizes = {"vocab_size": tokenizer.size, "num_tokens": tokenizer.size, "max_position_embeddings": _ROOM}
     huggingface.save(random_model(size, "float32", **ids, **sizes), directory)
     for name, content in tokenizer.files.items():

@@ -1,7 +1,7 @@
 """One thread computes the forward passes of all devices.
 
-Forward passes that wait at the same time, in the same packing and with caches of the same size, run as one batch: the
-weights are read once. Nothing waits for others to come.
+Forward passes that are waiting at the same time, with the same packing and caches of the same size, run as one batch,
+so that the weights are read once. No forward pass waits for others to arrive.
 """
 
 import contextlib
@@ -19,15 +19,15 @@ from refusion_jax.split.model import Packing, Upper
 _MOST_TOGETHER = 8  # a power of two
 
 
-@dataclasses.dataclass(frozen=True, eq=False)  # equal to itself alone: its fields are arrays
+@dataclasses.dataclass(frozen=True, eq=False)  # compared by identity, as its fields are arrays
 class ForwardJob:
     """A forward pass of one device."""
 
     upper: Upper
     packing: Packing
-    cache: KeyValues  # given away
+    cache: KeyValues  # donated
     arrays: tuple[np.ndarray, ...]  # see `Upper`
-    result: Future = dataclasses.field(default_factory=Future)  # what the output head reads, and the new cache
+    result: Future = dataclasses.field(default_factory=Future)  # (inputs of the output head, the new cache)
 
     @property
     def kind(self) -> tuple:
@@ -36,14 +36,14 @@ class ForwardJob:
 
 
 class Batches:
-    """Computes jobs in a thread of its own until the process ends."""
+    """Computes jobs in a separate thread until the process ends."""
 
     def __init__(self):
         self._jobs: queue.Queue[ForwardJob] = queue.Queue()
         threading.Thread(target=self._compute, daemon=True).start()
 
     def run(self, job: ForwardJob) -> tuple[np.ndarray, KeyValues]:
-        """(what the output head reads, [B, T, D]; the new cache); raises whatever went wrong in the batch."""
+        """(inputs of the output head, [B, T, D]; the new cache); raises whatever went wrong in the batch."""
         self._jobs.put(job)
         return job.result.result()
 
@@ -56,12 +56,12 @@ class Batches:
                 while True:
                     waiting.append(self._jobs.get_nowait())
             some = [job for job in waiting if job.kind == waiting[0].kind][:_MOST_TOGETHER]
-            some = some[: 1 << (len(some).bit_length() - 1)]  # so many are compiled: 1, 2, 4, 8
+            some = some[: 1 << (len(some).bit_length() - 1)]  # compiled batch sizes: 1, 2, 4, 8
             waiting = [job for job in waiting if job not in some]
             try:
                 found = some[0].upper(some[0].packing, [job.cache for job in some], [job.arrays for job in some])
                 for job, *result in zip(some, *found, strict=True):
                     job.result.set_result(result)
-            except Exception as error:  # noqa: BLE001  is told to the devices
+            except Exception as error:  # noqa: BLE001  reported to the devices
                 for job in some:
                     job.result.set_exception(error)

@@ -1,18 +1,18 @@
 """Where to cut a model, and how to round it, within the memory of a device and a limit on the seconds of an answer.
 
 After section "unified optimization" of arXiv 2511.04002, of which we have read reviews: the split point, the bits of
-weights and of the cache, the coding of hidden states and the length of the cache are chosen together. There are few
-thousand candidates, so all are looked at. Precision is given up only where a limit takes it: of the candidates within
-both limits those count that give up the least, in this order: hidden states, cache, weights; and of them the fastest.
+weights and of the cache, the coding of hidden states and the length of the cache are chosen together. All of the few
+thousand candidates are evaluated. Precision is reduced only if a limit requires it: of the candidates within both
+limits, the ones with the least loss are taken, compared by hidden states, cache, weights; and of these the fastest.
 
 A forward pass over T tokens takes
 
     N (f_d + T e_d) + (L - N) (f_s + T e_s) + T h + rtt + (bytes up + bytes down) / bandwidth
 
-with N of L layers on the device, f and e the seconds of a layer, whatever it is fed and for each token, and h those of
-the output head, which are to e_d as its weights to a layer's. The device has it: for a vocabulary of 151,936 and 1,024
-values a token, logits would be 148 times the bytes of hidden states. An answer takes its forward passes, and the bytes
-of its prompt.
+with N of L layers on the device, f and e a layer's fixed seconds and seconds per token, and h those of the output head,
+in the same ratio to e_d as its weights to a layer's. The device has the head: for a vocabulary of 151,936 and 1,024
+values per token, logits would be 148 times the bytes of hidden states. An answer takes its forward passes, and the
+bytes of its prompt.
 """
 
 import dataclasses
@@ -35,9 +35,9 @@ from refusion_jax.model.shape import ModelConfig
 from refusion_jax.split.codec import CODECS
 from refusion_jax.split.parts import abstract_part
 
-BITS = {"int8": 8.25, "int4": 4.5}  # of a weight with its part of a scale
+BITS = {"int8": 8.25, "int4": 4.5}  # bits of a weight, including its share of a scale
 PRECISIONS = ("same", *BITS)
-_FRAME = 100  # bytes of a frame besides its tokens: numbers of the forward pass, TLS, TCP
+_FRAME = 100  # bytes of a frame in addition to its tokens: numbers of the forward pass, TLS, TCP
 _PLACE = 4  # bytes of a token's position
 _MEASURED, _REPEATS = (1, 16), 5  # tokens of the forward passes that `measure` runs, and how often
 
@@ -46,12 +46,12 @@ _MEASURED, _REPEATS = (1, 16), 5  # tokens of the forward passes that `measure` 
 class Machine:
     """How fast a machine runs one layer."""
 
-    fixed: float  # seconds, whatever it is fed
-    each: float  # seconds for each token
+    fixed: float  # seconds, whatever the number of tokens
+    each: float  # seconds per token
 
     @classmethod
     def of_flops(cls, config: ModelConfig, flops: float) -> "Machine":
-        """A machine that is limited by its arithmetic alone."""
+        """A machine that is limited only by its arithmetic."""
         return cls(0.0, 2 * _used_by_token(config) / flops)
 
     def seconds(self, layers: int, tokens: float) -> float:
@@ -69,9 +69,9 @@ class Network:
 
 @dataclasses.dataclass(frozen=True)
 class Wanted:
-    """The answers that are wanted, and the limits."""
+    """The desired answers, and the limits."""
 
-    memory: float  # bytes of the device, for weights and cache
+    memory: float  # bytes for weights and cache on the device
     latency: float  # seconds of an answer
     prompt: int  # tokens
     new_tokens: int
@@ -88,19 +88,19 @@ class Candidate:
     codec: str  # one of CODECS
     fed: float  # tokens of a forward pass, one of `Decoder.typical`
     cache_length: int  # tokens that fit next to the weights
-    memory: float  # bytes, with the tokens that are wanted
-    parts: dict[str, float]  # seconds of a forward pass, by what takes them
+    memory: float  # bytes, with a cache for the desired tokens
+    parts: dict[str, float]  # seconds of a forward pass, by part
     answer: float  # seconds
 
     @property
     def given_up(self) -> tuple[int, int, int]:
-        """How much precision, what hurts most first."""
+        """The loss of precision, in order of importance."""
         return [*CODECS].index(self.codec), PRECISIONS.index(self.cache), PRECISIONS.index(self.weights)
 
 
 @dataclasses.dataclass(frozen=True)
 class Setup:
-    """A model, the machines that share it, the link between them, and what is wanted."""
+    """A model, the machines that share it, the link between them, and the requirements."""
 
     config: ModelConfig
     device: Machine
@@ -123,7 +123,7 @@ class Setup:
         return found
 
     def seconds(self, layers: int, codec: str, tokens: float, fed: float) -> tuple[dict[str, float], float]:
-        """(seconds per forward, by part; seconds of an answer), with so many tokens committed and fed per forward."""
+        """(seconds per forward, by part; seconds of an answer), with `tokens` committed and `fed` fed per forward."""
         c, network = self.config, self.network
         each = CODECS[codec].bytes_per_token(c.hidden_size, self.wanted.itemsize)
         rest = c.num_hidden_layers - layers
@@ -146,14 +146,14 @@ class Setup:
 
 
 def _used_by_token(config: ModelConfig) -> float:
-    """The weights of one layer that a token is multiplied with."""
+    """The number of weights of one layer by which a token is multiplied."""
     return weights_in_layers(config, config.num_experts_per_tok) / config.num_hidden_layers
 
 
 def choose(found: Sequence[Candidate], wanted: Wanted) -> tuple[list[Candidate], Candidate, str]:
-    """(the candidates within both limits; the best of them; which limits bind, and what takes most of a pass).
+    """(the candidates within both limits; the best of them; which limits bind, and the costliest part of a pass).
 
-    Raises UserError where there is none, with the least memory and the shortest answer of any.
+    Raises UserError if there is none, with the least memory and the shortest answer of all candidates.
     """
     fitting = [each for each in found if each.memory <= wanted.memory and each.answer <= wanted.latency]
     if not fitting:
@@ -174,12 +174,12 @@ def choose(found: Sequence[Candidate], wanted: Wanted) -> tuple[list[Candidate],
 
 
 def rank(each: Candidate) -> tuple:
-    """The lower, the better: what gives up less, and of these what is faster."""
+    """Lower is better: less loss of precision, then a faster answer."""
     return sum(each.given_up), each.given_up, each.answer
 
 
 def measure(config: ModelConfig, dtype: str, weights: str = "same", cache: str = "same") -> Machine:
-    """How fast this machine is, by the last layers of a model with random weights; the least of repeats counts."""
+    """Measures this machine with the last layers of a model with random weights; the fastest repeat counts."""
     L = config.num_hidden_layers
     graphdef, state = nnx.split(abstract_part(config, max(L - 2, 1), L, dtype))
     draw = np.random.default_rng(0)

@@ -1,15 +1,15 @@
-"""What crosses the link: the hidden states of some tokens as bytes, exactly or within an error bound.
+"""The encoding of hidden states on the link: as bytes, exactly or within an error bound.
 
 Threshold splitting and token-wise adaptive bit quantization, after "Memory- and Latency-Constrained Inference of Large
 Language Models via Adaptive Split Computing" (arXiv 2511.04002; we have read its abstract and reviews of it, so that
 the formulas are ours). With r the root mean square of a token's values:
 
-* values of magnitude above `threshold` r are outliers: they cross as (index, float32), without an error;
+* values of magnitude above `threshold` r are outliers: they are sent as (index, float32), without error;
 * with m the largest magnitude of the others, a token has the fewest bits b of 2 to 16 for which the step
-  s = m / (2^(b-1) - 1) is at most 2 `tolerance` r. A value crosses as round(x / s), so that its error is at most
-  s / 2 <= `tolerance` r. (At 16 bits the bound is s / 2 whatever the tolerance; that takes a tolerance below 2e-5.)
+  s = m / (2^(b-1) - 1) is at most 2 `tolerance` r. A value is sent as round(x / s), so that its error is at most
+  s / 2 <= `tolerance` r. (At 16 bits the bound is s / 2 whatever the tolerance; this needs a tolerance below 2e-5.)
 
-The integers of a message are packed, b bits each, or coded by DEFLATE's Huffman codes where these take less, as they do
+The integers of a message are packed, b bits each, or coded by DEFLATE's Huffman codes if these are shorter, as they are
 from a few tokens on: Python has no other entropy coder. Exact values are coded byte by byte: first the lowest byte of
 all, and so on; signs and exponents take a third of their byte (0.84 of float32, 0.67 of bfloat16), the rest is noise.
 
@@ -33,7 +33,7 @@ class Codec:
     """How hidden states are written as bytes."""
 
     bits: int = 0  # of every value; 0: as many as each token needs for the tolerance
-    threshold: float = 1e9  # above so many root mean squares of its token a value is an outlier
+    threshold: float = 1e9  # a value above this multiple of its token's root mean square is an outlier
     tolerance: float = 0.0  # the largest error of a value, in root mean squares of its token
 
     def bytes_per_token(self, D: int, itemsize: int) -> float:
@@ -46,7 +46,7 @@ class Codec:
         return 4 + D * bits / 8 + outliers
 
     def encode(self, x: Float[np.ndarray, "T D"]) -> bytes:
-        """The tokens as bytes, without their number and dtype; FloatingPointError where a value is not finite."""
+        """The tokens as bytes, without their number and dtype; FloatingPointError if a value is not finite."""
         if not (self.bits or self.tolerance):
             return _encode_exactly(x)
         x = x.astype(np.float32)
@@ -77,9 +77,9 @@ class Codec:
         return b"".join([bytes([is_deflated]), *parts, deflated if is_deflated else packed])
 
     def decode(self, content: bytes, n: int, D: int, dtype: np.dtype) -> Float[np.ndarray, "T D"]:
-        """The values that `encode` was given, within the bound; UserError where there are too many bytes or too few.
+        """The values that `encode` was given, within the bound; UserError if there are too many or too few bytes.
 
-        They come from a holder of the key, as they were sent: nothing else of them is checked.
+        They come unchanged from a holder of the key: nothing else is checked.
         """
         if not (self.bits or self.tolerance):
             return _decode_exactly(content, n, D, np.dtype(dtype))
@@ -104,15 +104,15 @@ class Codec:
         return x.astype(dtype)
 
 
-# By name: exactly; 8 bits for every value; outliers apart and as many bits as each token needs.
+# By name: exact; 8 bits for every value; separate outliers, and as many bits as each token needs.
 CODECS = {"exact": Codec(), "int8": Codec(bits=8), "adaptive": Codec(threshold=2.75, tolerance=0.2)}
 
 _SAVED = 0.65  # bytes of an exact value, by its code
-_ROUNDING = 1 + 2.0**-7  # by which `_rounded_up` raises a step, at most
+_ROUNDING = 1 + 2.0**-7  # factor by which `_rounded_up` raises a step, at most
 
 
 def _rounded_up(x: Float[np.ndarray, "T"]) -> Float32[np.ndarray, "T"]:
-    """The next float32 of which the lower 16 bits are 0."""
+    """The next float32 whose lower 16 bits are 0."""
     return _from_high_half(_high_half(x.astype(np.float32)) + np.uint16(1))
 
 
@@ -129,7 +129,7 @@ def _index_type(D: int) -> str:
 
 
 def _pack(x: Int32[np.ndarray, "T D"], bits: int) -> bytes:
-    """Numbers of 0 to 2^bits - 1, `bits` each, from the lowest bit on."""
+    """Packs numbers from 0 to 2^bits - 1 into `bits` bits each, from the lowest bit on."""
     return np.packbits((x[..., None] >> np.arange(bits)) & 1).tobytes()
 
 
@@ -140,7 +140,7 @@ def _unpack(parts: "_Parts", n: int, D: int, bits: int) -> Int[np.ndarray, "T D"
 
 
 def _encode_exactly(x: Float[np.ndarray, "T D"]) -> bytes:
-    """The length of each byte's code, 0 where it is not coded; then the bytes."""
+    """The length of each byte plane's code, 0 if it is not coded; then the bytes."""
     planes = np.ascontiguousarray(x.reshape(-1, 1).view(np.uint8).T)
     coded = [_deflate(plane) for plane in planes]
     coded = [code if len(code) < planes.shape[1] else b"" for code in coded]
@@ -162,10 +162,10 @@ def _deflate(x: np.ndarray) -> bytes:
 
 
 def _inflate(content: bytes, size: int) -> np.ndarray:
-    """So many bytes."""
+    """The `size` decompressed bytes."""
     coder = zlib.decompressobj(wbits=-15)
     try:
-        plain = coder.decompress(content, size + 1)  # whatever it claims to be
+        plain = coder.decompress(content, size + 1)  # whatever size it claims
     except zlib.error as error:
         raise UserError(f"compressed tokens cannot be read: {error}") from error
     if len(plain) != size or not coder.eof or coder.unused_data:
@@ -174,7 +174,7 @@ def _inflate(content: bytes, size: int) -> np.ndarray:
 
 
 class _Parts:
-    """Arrays that lie one after the other in some bytes."""
+    """Reads consecutive arrays from bytes."""
 
     def __init__(self, content: bytes):
         self._content, self._at = content, 0

@@ -49,7 +49,7 @@ from refusion_jax.split.parts import fingerprint, load_part
 from refusion_jax.split.server import check_given, define_shared, peak_memory
 from refusion_jax.systems.api import all_settings, decoder_for
 
-_OWN = ("weights", "cache")  # are flags of both sides
+_OWN = ("weights", "cache")  # flags of both sides
 _CHOSEN = ("layers", "weights", "cache", "codec")  # by --auto
 
 
@@ -74,7 +74,7 @@ def define_flags(own: flags.FlagValues) -> None:
 
 
 def main(own: flags.FlagValues) -> None:
-    """Decodes the prompts; Failure where the server is lost."""
+    """Decodes the prompts; Failure if the server is lost."""
     check_given(own, "checkpoint", "key", "server", *([] if own.auto else ["layers"]))
     if own.auto and (given := [name for name in (*_CHOSEN,) if own[name].present]):
         raise UserError(f"--{given[0]}: --auto chooses it")
@@ -116,10 +116,10 @@ def main(own: flags.FlagValues) -> None:
 def choose_flags(
     own: flags.FlagValues, config: ModelConfig, stamp: bytes, requests: Sequence[Request], decoder: Decoder
 ) -> dict[str, Any]:
-    """Sets the flags that --auto stands for, by measurements, and says so in a line.
+    """Sets the flags that --auto stands for, by measurements, and prints them in a line.
 
-    Returns the settings of the decoder that are chosen with them: those that no flag gives. Raises UserError where
-    nothing keeps the limits.
+    Returns the decode settings that are chosen with them, except those given by flags. Raises UserError if nothing is
+    within the limits.
     """
     itemsize = jnp.dtype(own.dtype).itemsize
     link = Link(frames.address_of(own.server), Path(own.key), stamp, 0, "exact", own.patience)
@@ -146,7 +146,7 @@ def choose_flags(
 
 
 def decoder_on_link(requests: Sequence[Request], config: Any) -> Decoder:
-    """The decoder of some requests; SettingError where it cannot run over two machines."""
+    """The decoder for requests; SettingError if it cannot run over two machines."""
     settings, decoder = requests[0].settings, decoder_for(requests, config)
     if not decoder.copies_prefix or settings.auxiliary_models:
         why = "does not append to a cache of one model, so that it cannot run over two machines"
@@ -155,7 +155,7 @@ def decoder_on_link(requests: Sequence[Request], config: Any) -> Decoder:
 
 
 def decode_split(model: SplitModel, requests: Sequence[Request], decoder: Decoder) -> Iterator[tuple[int, Answer]]:
-    """Yields (index, answer) as `queue.stream`, anew what a server has forgotten; Failure where the server is lost."""
+    """Yields (index, answer) as `queue.stream`, decoding again what a server has forgotten; Failure if it is lost."""
     left = list(range(len(requests)))
     while left:
         asked = list(left)
@@ -170,7 +170,7 @@ def decode_split(model: SplitModel, requests: Sequence[Request], decoder: Decode
 
 
 def summary(link: Link, tokens: int, took: float) -> str:
-    """Tokens, time, bytes and memory of some answers, in one line."""
+    """Tokens, time, bytes and memory of the answers, in one line."""
     share = link.crossed / max(link.crossed_exactly, 1)
     return (
         f"{tokens} tokens, {tokens / took:.1f} a second; for each {link.round_trips / max(tokens, 1):.2f} round trips, "

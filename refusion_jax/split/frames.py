@@ -1,10 +1,10 @@
 """Messages between device and server, in frames: length, checksum, and the message in MessagePack.
 
-A message is a list: the number of its kind, then its fields in order. What has another length, checksum, kind, or a
-field of another type or outside its limits is refused; nothing that arrives is ever run.
+A message is a list: the number of its kind, then its fields in order. Messages with another length, checksum or kind,
+or with a field of another type or outside its limits, are refused; nothing that arrives is ever executed.
 
 The connection is TLS 1.3. Both sides hold the same PEM file, a private key and its self-signed certificate: each proves
-to the other that it has the key, and takes no other certificate.
+to the other that it has the key, and accepts no other certificate.
 """
 
 import socket
@@ -23,7 +23,7 @@ from refusion_jax.cli.errors import UserError, first_line
 
 VERSION = 4
 LARGEST = 1 << 28  # bytes of a message
-_PART = 1 << 16  # bytes that are sent at once
+_PART = 1 << 16  # bytes sent at once
 _HEADER = struct.Struct("!II")  # bytes of the message, their CRC-32
 
 Number = Annotated[int, pydantic.Field(ge=0, lt=1 << 31)]
@@ -37,19 +37,19 @@ class Hello:
 
     version: Number
     stamp: bytes  # of the model's weights, 16 bytes
-    layers: Number  # of the device; 0: it only measures
+    layers: Number  # of the device; 0: it only measures the link
     codec: str
     session: bytes  # 16 bytes, of the device's choice
-    last: Number  # number of the last result that it has; 0 in a new session
+    last: Number  # number of the last result that it has received; 0 in a new session
 
 
 @dataclass(frozen=True, config=_TYPES)
 class Welcome:
     """The first message of a server."""
 
-    last: Number  # number of the last message that it has dealt with; 0: the session is new
-    fixed: float  # seconds of a forward pass through one layer of it, whatever its tokens
-    each: float  # and for each token
+    last: Number  # number of the last message that it has processed; 0: the session is new
+    fixed: float  # seconds of a forward pass through one of its layers, whatever the number of tokens
+    each: float  # further seconds per token
 
 
 @dataclass(frozen=True, config=_TYPES)
@@ -63,7 +63,7 @@ class Start:
 
 @dataclass(frozen=True, config=_TYPES)
 class Admit:
-    """The forward passes that follow fill the caches of new rows."""
+    """The following forward passes fill the caches of new rows."""
 
     number: Number
     rows: Size
@@ -71,10 +71,10 @@ class Admit:
 
 @dataclass(frozen=True, config=_TYPES)
 class Place:
-    """The new rows take these places in the batch; the forward passes that follow are of the batch."""
+    """The new rows take these places in the batch, to which the following forward passes belong."""
 
     number: Number
-    rows: bytes  # int32; those past its end are dropped
+    rows: bytes  # int32; rows past its end are dropped
 
 
 @dataclass(frozen=True, config=_TYPES)
@@ -83,12 +83,12 @@ class Forward:
 
     number: Number
     wanted: bool  # whether the device waits for a result
-    width: Size  # tokens of a row, at most
+    width: Size  # most tokens of a row
     shards: Size  # these three: how the forward pass is packed, see model/ragged.py
     tile: Size
     tiles: Size
-    fed: bytes  # int32 of each row: tokens that follow
-    length: bytes  # int32 of each row: cache entries that they see
+    fed: bytes  # int32 of each row: number of its tokens
+    length: bytes  # int32 of each row: number of cache entries that they see
     positions: bytes  # int32 of each token
     visible: bytes  # which tokens of its row each one sees, bits of [rows, width, width]; empty: those up to itself
     tokens: bytes  # by the codec
@@ -96,7 +96,7 @@ class Forward:
 
 @dataclass(frozen=True, config=_TYPES)
 class Result:
-    """The hidden states that the output head reads, of the tokens of a forward pass."""
+    """The inputs of the output head, for the tokens of a forward pass."""
 
     number: Number
     tokens: bytes
@@ -104,7 +104,7 @@ class Result:
 
 @dataclass(frozen=True, config=_TYPES)
 class Probe:
-    """Asks for an answer of so many bytes, to measure the link."""
+    """Requests an answer of a given number of bytes, to measure the link."""
 
     answer: Number
     padding: bytes
@@ -119,7 +119,7 @@ class Bye:
 
 @dataclass(frozen=True, config=_TYPES)
 class Refused:
-    """Why the server goes no further."""
+    """Why the server refuses to continue."""
 
     why: str
 
@@ -135,7 +135,7 @@ def pack(message: Message) -> bytes:
 
 
 def unpack(body: bytes, checksum: int) -> Message:
-    """The message in a frame; UserError where there is none."""
+    """The message in a frame; UserError if it is not valid."""
     if zlib.crc32(body) != checksum:
         raise UserError("a frame with another checksum")
     try:
@@ -146,7 +146,7 @@ def unpack(body: bytes, checksum: int) -> Message:
 
 
 def send(connection: socket.socket, message: Message) -> int:
-    """Sends a message: its bytes. The timeout of the connection is one of each part: a slow link takes long for all."""
+    """Sends a message, and returns its number of bytes. The connection's timeout applies per _PART bytes."""
     frame = memoryview(pack(message))
     for at in range(0, len(frame), _PART):
         connection.sendall(frame[at : at + _PART])
@@ -154,7 +154,7 @@ def send(connection: socket.socket, message: Message) -> int:
 
 
 def receive(connection: socket.socket) -> tuple[Message, int]:
-    """(the next message, its bytes); UserError for anything else, ConnectionError where the connection ends."""
+    """(the next message, its bytes); UserError for anything else, ConnectionError if the connection ends."""
     length, checksum = _HEADER.unpack(_read(connection, _HEADER.size))
     if length > LARGEST:
         raise UserError(f"a frame of {length:,} bytes")
@@ -172,7 +172,7 @@ def _read(connection: socket.socket, size: int) -> bytes:
 
 
 def secured(key: Path, is_server: bool) -> ssl.SSLContext:
-    """TLS with whoever holds the same PEM file, a private key and its self-signed certificate; else UserError."""
+    """TLS with holders of the same PEM file, a private key and its self-signed certificate; else UserError."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER if is_server else ssl.PROTOCOL_TLS_CLIENT)
     context.minimum_version = ssl.TLSVersion.TLSv1_3
     context.check_hostname, context.verify_mode = False, ssl.CERT_REQUIRED
@@ -189,7 +189,7 @@ def secured(key: Path, is_server: bool) -> ssl.SSLContext:
 
 
 def address_of(text: str) -> tuple[str, int]:
-    """(host, port) of HOST:PORT; UserError where it is something else."""
+    """(host, port) of HOST:PORT; UserError for anything else."""
     host, _, port = text.rpartition(":")
     if not host or not (port.isascii() and port.isdecimal() and 0 < int(port) < 65536):
         raise UserError(f"--server={text[:80]}: must be HOST:PORT, such as 127.0.0.1:9000")

@@ -1,10 +1,10 @@
-"""The device's end of the link: what a split model and its batches tell the server, and what comes back.
+"""The device's end of the link: what a split model and its batches send to the server, and what comes back.
 
-Messages that the server need not answer are not waited for. All are numbered: when the connection breaks, it is made
-again, the server says which message it dealt with last, and those after it are sent again. So none is lost, none is
-dealt with twice, and an answer goes on where it was.
+The device does not wait after messages that need no answer. All are numbered: when the connection breaks, it is
+restored, the server says which message it processed last, and those after it are sent again. So none is lost or
+processed twice, and answers continue where they were.
 
-Axes: B rows, T tokens, D hidden size, n tokens that cross.
+Axes: B rows, T tokens, D hidden size, n tokens on the link.
 """
 
 import contextlib
@@ -29,39 +29,39 @@ _RETRY = 0.2  # seconds between two attempts to connect
 
 
 class SessionLost(Failure):
-    """The server has forgotten what it was sent."""
+    """The server no longer has this session."""
 
 
 class Link:
-    """Where a device sends hidden states, and gets them back. Nothing is raised inside a forward pass: see `check`."""
+    """Sends a device's hidden states, and receives results. Nothing is raised inside a forward pass: see `check`."""
 
     def __init__(self, address: tuple[str, int], key: Path, stamp: bytes, layers: int, codec: str, patience: float):
-        """Connects a device that has so many layers of the model with this stamp, see `parts.fingerprint`.
+        """Connects a device that has `layers` layers of the model with this stamp, see `parts.fingerprint`.
 
         The key is held by both sides; the codec, one of CODECS, is for both directions. A lost server must be back, and
-        must answer, within the patience, in seconds.
+        must answer, within `patience` seconds.
 
         Raises:
-          UserError: where the server refuses this device.
-          Failure: where it is not to be reached.
+          UserError: if the server refuses this device.
+          Failure: if it cannot be reached.
         """
         self._address, self._tls, self._patience = address, frames.secured(key, is_server=False), patience
         self._hello, self._codec = frames.Hello(frames.VERSION, stamp, layers, codec, b"", 0), CODECS[codec]
         self._connection: ssl.SSLSocket | None = None
         self.sent = self.received = 0  # bytes of frames
-        self.round_trips = 0  # results that were waited for
-        self.crossed = self.crossed_exactly = 0  # bytes of hidden states, and what they would be in their own dtype
+        self.round_trips = 0  # number of results that were waited for
+        self.crossed = self.crossed_exactly = 0  # bytes of hidden states, as sent and in their own dtype
         self.begin()
 
     def begin(self) -> None:
-        """A new session; the counts go on. Raises as the constructor."""
+        """Begins a new session; counts continue. Raises as the constructor."""
         self._hello = dataclasses.replace(self._hello, session=secrets.token_bytes(16))
         self._number = self._last = 0  # of the last message, and of the last result
-        self._dealt = -1  # of the last message that the server is known to have dealt with; 0: it knows the session
+        self._dealt = -1  # of the last message that the server is known to have processed; 0: it knows the session
         self._lost_at: float | None = None  # when the connection first broke since then
         self._unconfirmed: list[frames.Message] = []
-        self._waiting: tuple | None = None  # a forward pass of which it is not known whether its result is wanted
-        self._given: np.ndarray | None = None  # of the rows that are being filled: their given tokens
+        self._waiting: tuple | None = None  # a forward pass whose result may or may not be wanted
+        self._given: np.ndarray | None = None  # numbers of given tokens of the rows that are being filled
         self.failure: Exception | None = None
         self.server: frames.Welcome = self._reach()
 
@@ -72,36 +72,36 @@ class Link:
         self._connection.close()
 
     def check(self) -> None:
-        """Raises what went wrong since the last call: the forward passes since then mean nothing."""
+        """Raises what went wrong since the last call: forward passes since then are invalid."""
         if self.failure:
             raise self.failure
 
     def start(self, rows: int, capacity: int) -> None:
-        """An empty batch of so many rows and cache entries."""
+        """Begins an empty batch with `rows` rows of `capacity` cache entries."""
         self._attempt(self._tell, frames.Start(0, rows, capacity))
 
     def admit(self, given: np.ndarray) -> None:
-        """The forward passes that follow fill new rows of so many given tokens, [R]; 0: a row that will be dropped."""
+        """The following forward passes fill new rows with `given` [R] tokens; 0: a row that will be dropped."""
         self._given = given
         self._attempt(self._tell, frames.Admit(0, len(given)))
 
     def place(self, rows: np.ndarray) -> None:
-        """The new rows take these places, [R]."""
+        """Puts the new rows into these places, [R]."""
         self._attempt(self._tell, frames.Place(0, _int32(rows)))
         self._given = None
 
     def send(self, packing: Packing, *arrays: np.ndarray) -> np.ndarray:
-        """Takes x, positions, length, visible, index and fed of a forward pass: an int32 that `receive` depends on."""
+        """Takes x, positions, length, visible, index and fed of a forward pass; `receive` needs the returned int32."""
         self._attempt(self._keep, packing, *map(np.asarray, arrays))
         return np.int32(0)
 
     def receive(self, shape: jax.ShapeDtypeStruct, packing: Packing, sent: np.ndarray) -> np.ndarray:
-        """What the output head reads of the last forward pass, packed as x was; zeros once something went wrong."""
+        """The inputs of the output head for the last forward pass, packed as x was; zeros once something went wrong."""
         out = self._attempt(self._fetch, shape, packing)
         return np.zeros(shape.shape, shape.dtype) if out is None else out
 
     def probe(self, up: int, down: int) -> float:
-        """Seconds until the server has received so many bytes, and its answer of so many has come."""
+        """Seconds until the server has received `up` bytes, and its answer of `down` bytes has arrived."""
         began = time.perf_counter()
         frames.send(self._connection, frames.Probe(down, bytes(up)))
         frames.receive(self._connection)
@@ -112,7 +112,7 @@ class Link:
         if not self.failure:
             try:
                 return function(*arguments)
-            except Exception as error:  # noqa: BLE001  raised inside a program, it would leave JAX in an unknown state
+            except Exception as error:  # noqa: BLE001  raising inside a program would leave JAX in an unknown state
                 self.failure = error
         return None
 
@@ -137,7 +137,7 @@ class Link:
         return out
 
     def _flush(self, is_wanted: bool = False) -> int | None:
-        """Sends the forward pass that waits, if there is one: its number."""
+        """Sends the waiting forward pass, if there is one; returns its number."""
         if self._waiting is None:
             return None
         (packing, x, positions, length, visible, index, fed), self._waiting = self._waiting, None
@@ -165,7 +165,7 @@ class Link:
         self.crossed_exactly += x.nbytes
 
     def _post(self, message: frames.Message) -> int:
-        """Sends a message, and returns its number; an answer is not waited for."""
+        """Sends a message, and returns its number without waiting for an answer."""
         self._number += 1
         message = dataclasses.replace(message, number=self._number)
         self._unconfirmed.append(message)
@@ -176,7 +176,7 @@ class Link:
         return self._number
 
     def _result(self, number: int) -> frames.Result:
-        """The result of a message; UserError where the server refuses to go on."""
+        """The result of a message; UserError if the server refuses to continue."""
         while True:
             try:
                 message, size = frames.receive(self._connection)
@@ -195,10 +195,10 @@ class Link:
                 return message
 
     def _reach(self) -> frames.Welcome:
-        """Connects, again if need be, and sends what the server has not dealt with.
+        """Connects, again if necessary, and sends what the server has not processed.
 
-        The patience is counted from the first break since the server was last seen to go on: one that can be reached,
-        but whose answers never come, is lost, too.
+        The patience counts from the first break since the server last made progress: a server that can be reached, but
+        never answers, is lost, too.
         """
         self._lost_at = self._lost_at or time.monotonic()
         until, why = self._lost_at + (self._patience if self._connection else 0), None
@@ -243,7 +243,7 @@ class Link:
         return message
 
     def _goes_on(self, dealt: int) -> None:
-        """The server has dealt with the messages up to this one."""
+        """The server has processed the messages up to this one."""
         if dealt > self._dealt:
             self._dealt, self._lost_at = dealt, None
 

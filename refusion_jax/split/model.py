@@ -1,8 +1,8 @@
-"""A model whose layers are cut in two: the part of a device, with a link to the other part, and the part of a server.
+"""A model whose layers are split in two: the device's part, with a link to the other part, and the server's part.
 
 Each part keeps the keys and values of its own layers. A forward pass writes those of its tokens after the committed
-ones, and to commit is to advance a counter (decoding/cache.py): so the server writes all it is given after the entries
-that the next forward pass says are committed, and needs to be told nothing else.
+ones, and committing only advances a counter (decoding/cache.py): so each forward pass tells the server how many entries
+are committed, the server writes after them, and needs no other messages.
 
 Axes: B rows, T tokens of this forward pass, C cache entries, L layers of a part, D hidden size, K key/value heads, H
 head size.
@@ -38,15 +38,15 @@ class Packing(NamedTuple):
     tiles: int  # of a shard
 
     def ragged(self, fed: Int32[Array, "B"]) -> Ragged:
-        """The packing of rows with so many tokens."""
+        """The packing of rows with `fed` tokens each."""
         return Ragged.of(fed, self.width, self.tile, self.tiles, self.shards)
 
 
 class SplitModel(Wrapper):
-    """The device's part of a model as the whole one. Decoders that read nothing of a forward pass do not wait."""
+    """The device's part, used as the whole model. Decoders that use no result of a forward pass do not wait for it."""
 
     def __init__(self, part: Transformer, link: Any):
-        """The link is a `link.Link`, which the host asks while the device waits."""
+        """The link is a `link.Link`, which the host uses while the accelerator waits."""
         super().__init__(part)
         self.link = link
 
@@ -70,16 +70,16 @@ class SplitModel(Wrapper):
         sent = jax.ShapeDtypeStruct((), jnp.int32)
         sent = io_callback(functools.partial(self.link.send, packing), sent, *arrays, ordered=True)
         shape = jax.ShapeDtypeStruct(x.shape, x.dtype)
-        # Pure, so that it is left out where nothing depends on it: a prefill does not wait for its round trips.
+        # Pure, so that it is removed if nothing depends on it: a prefill does not wait for its round trips.
         return jax.pure_callback(functools.partial(self.link.receive, shape, packing), shape, sent), new
 
     def hidden_and_load(self, *fed: Any):
-        """Refused: only decoders with a cache run over two machines."""
+        """Raises: only decoders with a cache can run over two machines."""
         raise UserError("a split model decodes on a cache only")
 
 
 class SplitBatch(RunningBatch):
-    """A batch that tells the server which rows are filled, and keeps no prefixes; raises where that cannot be asked."""
+    """A batch that tells the server which rows are filled, without a prefix cache; `look` raises the link's errors."""
 
     def __init__(self, model: SplitModel, decoder: Any, like: Any, rows: int, blocks: int = 0):
         del blocks  # the server has none
@@ -111,21 +111,21 @@ class Upper:
 
     def empty_cache(self, rows: int, capacity: int) -> KeyValues:
         """The cache of a new batch."""
-        # Copies, since keys and values are given away one by one.
+        # Copies, since keys and values are donated separately.
         return jax.tree.map(jnp.copy, self._part.empty_cache(rows, capacity))
 
     def cache_bytes(self, rows: int, capacity: int) -> int:
-        """Bytes that a batch takes."""
+        """Bytes of a batch's cache."""
         return rows * capacity * bytes_per_token(self._part.config, self._part.cache_dtype)
 
     def __call__(
         self, packing: Packing, caches: Sequence[KeyValues], arrays: Sequence[tuple[np.ndarray, ...]]
     ) -> tuple[list[np.ndarray], list[KeyValues]]:
-        """(what the output head reads, [B, T, D], and the new cache) for every batch.
+        """(inputs of the output head, [B, T, D]; the new cache) for every batch.
 
         Args:
-          packing: of every one of them.
-          caches: given away.
+          packing: that of every batch.
+          caches: donated.
           arrays: for each the hidden states [B, T, D], positions [B, T], visible [B, T, T], length and fed [B].
         """
         joined = [np.concatenate(parts) for parts in zip(*arrays, strict=True)]

@@ -43,7 +43,7 @@ def load_part(
       weights, cache: as for `Transformer.rounded`.
 
     Raises:
-      UserError: where a weight cannot be read.
+      UserError: if a weight cannot be read.
     """
     part = abstract_part(config, first, end, dtype)
     graphdef, state = nnx.split(part)
@@ -67,8 +67,8 @@ def abstract_part(config: ModelConfig, first: int, end: int, dtype: str) -> Tran
 def fingerprint(read: Reader, config: ModelConfig, dtype: str) -> bytes:
     """16 bytes that differ between models: from their shape, dtype, and the first and the last values of every weight.
 
-    Both ends, because training is often of the last layers alone. Norms and biases are read whole, so that a layer
-    between is seen to be trained unless these were kept; all matrices would take as long to read as the model.
+    Both ends, because often only the last layers are trained. Norms and biases are read as a whole, so that training of
+    a layer in between shows unless they were frozen; reading all matrices would take as long as reading the model.
     """
     content = hashlib.blake2b(f"{config} {dtype}".encode(), digest_size=16)
     whole = nnx.to_pure_dict(nnx.state(nnx.eval_shape(lambda: Transformer(config, nnx.Rngs(0), dtype))))

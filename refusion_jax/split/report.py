@@ -1,4 +1,4 @@
-"""What `plan --what=split` prints: the candidates that keep the limits, the one that is chosen, and why."""
+"""What `plan --what=split` prints: the candidates within the limits, the chosen one, and why."""
 
 import dataclasses
 import itertools
@@ -14,11 +14,11 @@ from refusion_jax.model.shape import ModelConfig
 from refusion_jax.split.choice import Candidate, Machine, Network, Setup, Wanted, choose, rank
 from refusion_jax.systems.registry import decoders
 
-flags.disclaim_key_flags()  # they are the calling command's, and stand in its --help
+flags.disclaim_key_flags()  # they belong to the calling command, and are in its --help
 
 _GIB = 2**30
 _LAYERS = 1024  # each has some hundred candidates
-# Of the flags: what each is for, the value that it has unless it is given, and the least.
+# For each flag: its help, its default, and its lower limit.
 FLAGS = {
     "device_memory": (None, "GiB of memory on the device for weights and cache", 1e-6),
     "device_flops": (None, "GFLOP/s that the device reaches", 1e-6),
@@ -32,7 +32,7 @@ FLAGS = {
 
 
 def define_flags(own: flags.FlagValues) -> None:
-    """The flags that say what there is and what is wanted."""
+    """The flags that describe the machines and the requirements."""
     for name, (default, help, least) in FLAGS.items():
         flags.DEFINE_float(name, default, f"With --what=split: {help}", lower_bound=least, flag_values=own)
 
@@ -40,9 +40,9 @@ def define_flags(own: flags.FlagValues) -> None:
 def choose_split(
     config: ModelConfig, itemsize: int, method: str, own: flags.FlagValues
 ) -> tuple[list[Candidate], dict[str, Any]]:
-    """(the candidates within the limits, a record of the best of them); `method` is a decoder's.
+    """(the candidates within the limits, a record of the best of them); `method` is the name of a decoder.
 
-    Raises UserError where a flag is missing, the decoder does not run over two machines, or nothing keeps the limits.
+    Raises UserError if a flag is missing, the decoder cannot run over two machines, or nothing is within the limits.
     """
     if missing := [name for name in FLAGS if own[name].value is None]:
         raise UserError(f"--{' and --'.join(missing)}: needed with --what=split")
@@ -70,7 +70,7 @@ def _record(each: Candidate) -> dict[str, Any]:
 
 
 def show(fitting: list[Candidate], chosen: dict[str, Any], is_json: bool) -> None:
-    """Prints what `choose_split` returns: as JSON all of it, as a table the best candidate of each number of layers."""
+    """Prints the result of `choose_split`: all of it as JSON, or a table of the best candidate per number of layers."""
     if is_json:
         for each in fitting:
             print(json.dumps({"feasible": True} | _record(each)), flush=True)

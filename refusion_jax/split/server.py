@@ -47,7 +47,7 @@ def define_shared(own: flags.FlagValues) -> None:
 
 
 def main(own: flags.FlagValues) -> None:
-    """Serves until it is ended."""
+    """Serves until the process is ended."""
     check_given(own, "checkpoint", "key")
     tls = frames.secured(Path(own.key), is_server=True)
     listening = listen(own.host, own.port)
@@ -63,11 +63,11 @@ def main(own: flags.FlagValues) -> None:
 
 
 def peak_memory() -> float:
-    """The most memory that this process has held, in MiB."""
+    """The peak memory of this process, in MiB."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**10
 
 
 def check_given(own: flags.FlagValues, *names: str) -> None:
-    """Raises UserError, naming them, where flags are missing that are needed."""
+    """Raises UserError, naming them, if required flags are missing."""
     if missing := [name for name in names if own[name].value is None]:
         raise UserError(f"--{' and --'.join(missing)}: needed; --help explains")

@@ -19,17 +19,17 @@ from refusion_jax.split.parts import fingerprint, load_part
 from refusion_jax.split.session import DeviceSession
 
 _HANDSHAKE = 20  # seconds
-_KEEP = 600  # seconds for which a connection may be silent, and a session is kept without one
+_KEEP = 600  # seconds that a connection may be silent, and that a session without one is kept
 
 
 class LayerService:
     """Serves all devices."""
 
     def __init__(self, read: Reader, config: ModelConfig, memory: int, *precision: str):
-        """Loads nothing of the model before a device comes.
+        """Loads nothing of the model before a device connects.
 
-        The caches of all sessions may take `memory` bytes; the others, of which `precision` is dtype, weights and
-        cache, are as for `load_part`.
+        The caches of all sessions may take `memory` bytes; the other arguments, of which `precision` is dtype, weights
+        and cache, are as for `load_part`.
         """
         self._read, self._config, self._memory, self._precision = read, config, memory, precision
         self._layers, self._stamp = config.num_hidden_layers, fingerprint(read, config, precision[0])
@@ -43,7 +43,7 @@ class LayerService:
         while listening.fileno() >= 0:
             try:
                 plain, _ = listening.accept()
-            except OSError:  # no descriptor is left: those that say nothing are let go after _HANDSHAKE
+            except OSError:  # no descriptor is left: silent connections are closed after _HANDSHAKE
                 time.sleep(0.1)
                 continue
             threading.Thread(target=self._serve, args=(plain, tls), daemon=True).start()
@@ -56,13 +56,13 @@ class LayerService:
                 self.talk(connection)
 
     def talk(self, connection: socket.socket) -> None:
-        """One connection, to its end; whatever goes wrong ends this one alone."""
+        """Serves one connection to its end; any error ends only this one."""
         with contextlib.suppress(OSError):
             try:
                 self._converse(connection)
             except OSError:
                 raise
-            except Exception as error:  # noqa: BLE001  of this device alone
+            except Exception as error:  # noqa: BLE001  affects only this device
                 kind = "" if isinstance(error, UserError) else f"{type(error).__name__}: "
                 frames.send(connection, frames.Refused(kind + first_line(error)))
 
@@ -71,7 +71,7 @@ class LayerService:
         if not isinstance(hello, frames.Hello) or len(hello.session) != 16:
             raise UserError("a device must introduce itself first")
         self._check(hello)
-        connection.settimeout(_KEEP)  # a device that has lost its power would keep its memory for ever
+        connection.settimeout(_KEEP)  # a device that lost power would otherwise keep its memory forever
         if not hello.layers:
             self._be_measured(connection)
         session = self._find(hello, connection)
@@ -83,7 +83,7 @@ class LayerService:
                     session.connection, session.left_at = None, time.monotonic()
 
     def _serve_session(self, session: DeviceSession, hello: frames.Hello, connection: socket.socket) -> None:
-        with session.lock:  # what the last connection has begun is finished
+        with session.lock:  # the last connection's work is finished
             frames.send(connection, frames.Welcome(session.last, 0.0, 0.0))
             if session.result and session.result.number > hello.last:
                 frames.send(connection, session.result)
@@ -133,20 +133,20 @@ class LayerService:
                     del self._sessions[name]
             new = DeviceSession(upper, CODECS[hello.codec], self._batches, self._reserve)
             session = self._sessions.setdefault(hello.session, new)
-            if session.connection:  # its thread reads it, and closes it: the number of a closed one would be another's
+            if session.connection:  # its thread reads it, and closes it: a closed descriptor's number could be reused
                 with contextlib.suppress(OSError):
                     socket.socket.shutdown(session.connection, socket.SHUT_RDWR)
             session.connection = connection
             return session
 
     def _left(self) -> list[bytes]:
-        """The sessions without a connection, the oldest first; asked under the lock."""
+        """The sessions without a connection, the oldest first; called under the lock."""
         return [name for name, each in self._sessions.items() if each.connection is None]
 
     def _reserve(self, session: DeviceSession, size: int) -> None:
-        """Takes so many bytes for the caches of a session, in place of those that it has.
+        """Reserves `size` bytes for the caches of a session, in place of those that it has.
 
-        Sessions without a connection make room: as a rule their devices were killed, and come back with another one.
+        Sessions without a connection make room: usually their devices were killed, and return with a new session.
         """
         with self._lock:
             others = (each for each in self._sessions.values() if each is not session)

@@ -1,6 +1,6 @@
-"""What the server keeps of a device: the caches of the server's layers, and the number of its last message.
+"""What the server keeps for a device: the caches of the server's layers, and the number of its last message.
 
-Messages are dealt with in the order of their numbers. One that comes again is not dealt with again: it is answered from
+Messages are processed in the order of their numbers. One that arrives again is not processed again, but answered from
 memory.
 """
 
@@ -25,13 +25,13 @@ _MOST_TOKENS = 1 << 20  # places of a forward pass
 
 @dataclasses.dataclass(eq=False)
 class DeviceSession:
-    """Outlives its connection."""
+    """The state of a device, which outlives its connection."""
 
     upper: Upper
     codec: Codec
     batches: Batches
-    reserve: Callable[["DeviceSession", int], None]  # takes so many bytes for caches, or refuses them
-    last: int = 0  # number of the last message that was dealt with
+    reserve: Callable[["DeviceSession", int], None]  # reserves bytes for caches, or refuses them
+    last: int = 0  # number of the last processed message
     result: frames.Result | None = None  # of the last forward pass whose result was wanted
     batch: KeyValues | None = None
     new: KeyValues | None = None  # caches of rows that are being filled
@@ -43,7 +43,7 @@ class DeviceSession:
     lock: threading.Lock = dataclasses.field(default_factory=threading.Lock)
 
     def deal(self, message: frames.Message) -> frames.Result | None:
-        """Deals with a message: the result that it wants. UserError for one that cannot be meant, or without memory."""
+        """Processes a message and returns its result, if wanted. UserError for an invalid one, or without memory."""
         deals = {
             frames.Start: self._start, frames.Admit: self._admit, frames.Place: self._place,
             frames.Forward: self._forward,
@@ -73,7 +73,7 @@ class DeviceSession:
         self.batch, self.new = _put(self.batch, self.new, rows), None
 
     def _forward(self, message: frames.Forward) -> None:
-        """Writes the keys and values of the fed tokens; what the output head reads of them is the result."""
+        """Writes the keys and values of the fed tokens; the result is the inputs of the output head for them."""
         cache = self.batch if self.new is None else self.new
         packing, arrays, is_fed = self._read(message, _rows_of(cache))
         x, cache = self.batches.run(ForwardJob(self.upper, packing, cache, arrays))
@@ -85,7 +85,7 @@ class DeviceSession:
             self.result = frames.Result(message.number, self.codec.encode(x[is_fed]))
 
     def _read(self, message: frames.Forward, B: int) -> tuple[Packing, tuple[np.ndarray, ...], np.ndarray]:
-        """(packing, arrays as `Upper` takes them, which places are fed, [B, T]) of a forward pass of B rows."""
+        """(packing, arrays for `Upper`, which places are fed, [B, T]) of a forward pass of B rows."""
         T, D, dtype = message.width, self.upper.hidden_size, self.upper.dtype
         packing = Packing(B, T, message.shards, message.tile, message.tiles)
         if max(B * T, packing.shards * packing.tile * packing.tiles) > _MOST_TOKENS:
@@ -116,7 +116,7 @@ def _put(batch: KeyValues, new: KeyValues, rows: jax.Array) -> KeyValues:
 
 
 def _numbers(content: bytes, count: int, most: int) -> np.ndarray:
-    """So many int32, none below 0 or above `most`."""
+    """`count` int32 numbers, none below 0 or above `most`."""
     if len(content) != 4 * count:
         raise UserError("another number of tokens or rows")
     numbers = np.frombuffer(content, "<i4")

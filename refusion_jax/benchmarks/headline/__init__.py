@@ -46,7 +46,7 @@ from refusion_jax.distributed.storage import write_file
 from refusion_jax.systems.registry import decoders_for, find_system, trainable
 
 _PROBLEMS = "families"  # the source of problems that this benchmark needs
-_FORMAT = 5  # of the stored records, raised where they or the problems change
+_FORMAT = 5  # of the stored records, incremented if they or the problems change
 _MOST_SEEDS = 100
 
 
@@ -68,7 +68,7 @@ def define_flags(own: flags.FlagValues) -> None:
 
 
 def main(own: flags.FlagValues) -> None:
-    """Runs what is missing of the comparison, and writes results, report and plots."""
+    """Runs missing parts of the comparison, and writes results, report and plots."""
     asked, directory = _experiment(own), Path(own.output)
     call = {"budget": asked.budget.of_each_run() | {"name": asked.name}, "config": asked.file}
     call |= {"keys": asked.config.to_dict(), "format": _FORMAT}
@@ -83,7 +83,7 @@ def main(own: flags.FlagValues) -> None:
 
 
 def _experiment(own: flags.FlagValues) -> Experiment:
-    """The experiment that the flags ask for."""
+    """The experiment from the flags."""
     if not own.output:
         raise UserError("--output=: name a directory for the comparison")
     budget = BUDGETS[own.budget].changed(seeds=own.seeds, speed_proxy=own.speed_proxy, rates=None if own.tune else ())
@@ -102,9 +102,9 @@ def _experiment(own: flags.FlagValues) -> Experiment:
 
 
 def _read_systems(entries: list[str], seeds: int) -> tuple[dict[str, int], dict[str, float]]:
-    """The number of seeds of each system, `seeds` where it gives none, and the learning rates of those that give one.
+    """(number of seeds of each system, by default `seeds`; learning rates of the systems that have one).
 
-    Without entries all systems that decode and do not only fine-tune.
+    Without entries: all systems that decode and do not only fine-tune.
     """
     able = [name for name in trainable() if decoders_for(name) or not find_system(name).decoders]
     every, found, rates = [name for name in able if find_system(name).decoders], {}, {}
@@ -124,7 +124,7 @@ def _read_systems(entries: list[str], seeds: int) -> tuple[dict[str, int], dict[
 
 
 def _read_config(file: str) -> ml_collections.ConfigDict:
-    """The config that FILE or FILE:VARIANT holds."""
+    """The config in FILE or FILE:VARIANT."""
     holder = flags.FlagValues()
     config_flags.DEFINE_config_file("config", None, flag_values=holder)
     command.parse_with_config(holder, ["bench headline", command.find_config(f"--config={file}")])

@@ -46,21 +46,21 @@ from refusion_jax.distributed.json_files import read_json_lines, to_type
 from refusion_jax.distributed.storage import write_file
 from refusion_jax.systems.registry import find_decoder
 
-Entry = tuple[TrainingRun, Point]  # a model at an operating point
+Entry = tuple[TrainingRun, Point]  # a trained model at an operating point
 
 
 class Comparison:
-    """One comparison: what is asked for, and what is stored of it."""
+    """One comparison: its experiment, and its stored records."""
 
     def __init__(self, directory: Path, experiment: Experiment, store: Journal):
-        """Nothing is done before `run`."""
+        """Does nothing before `run`."""
         self._directory, self._asked, self._store = directory, experiment, store
         self._config, self._budget = experiment.config, experiment.budget
         self._validation, self._test = experiment.held_out()
         self._began, self._commit = time.monotonic(), commit()
 
     def run(self) -> Results:
-        """Makes what is missing, and writes results.json after every model; Failure where a training run fails."""
+        """Makes missing records, and writes results.json after every model; Failure if a training run fails."""
         sweep, models, auxiliaries = self._train_all()
         runs = [run for run, _ in models]
 
@@ -70,7 +70,7 @@ class Comparison:
             found.points += self._at_every_point(run)
             self._write(found)
 
-        # The validation problems alone choose the settings that are timed, and scored on the test problems.
+        # Only the validation problems choose the settings that are timed, and scored on the test problems.
         measured = curves(found)
         chosen = self._on_first_seed(fastest_points(measured, [*map(str, BATCH_SIZES)]), runs)
         found.timings = self._timed(chosen)
@@ -83,7 +83,7 @@ class Comparison:
         found.tests = self._tested(chosen, runs)
         for curve in measured:
             first_seed = [point.scores[0] for point in curve.near_best]
-            if not find_decoder(curve.decoder).settings.auxiliary_models:  # whose forward passes are not counted
+            if not find_decoder(curve.decoder).settings.auxiliary_models:  # their forwards are not counted
                 found.tpu_estimates += tpu_estimates(first_seed, self._budget.problems)
         self._write(found)
         self._play(chosen)
@@ -122,7 +122,7 @@ class Comparison:
     def _trained(self, run: TrainingRun, verb: str = "train") -> Trained:
         def make() -> dict[str, Any]:
             trained = train(run, self._directory)
-            # Before any other run is trained for problems that do not fit:
+            # To fail before any other run is trained for problems that do not fit:
             check_fit(self._validation + self._test, load_tokenizer(self._workdir(run)), self._budget)
             about = {"system": run.system, "start": run.start, "seed": run.seed, "name": run.name}
             about |= {"command": run.command(self._directory), "learning_rate": run.changes["learning_rate"]}
@@ -133,7 +133,7 @@ class Comparison:
     # Decoding
 
     def _at_every_point(self, run: TrainingRun) -> list[Scored]:
-        """Measures the model of a run at all its operating points."""
+        """Measures a run's model at all of its operating points."""
         found, decoder = [], None
         for point in self._asked.points(run.system):
             if point.decoder != decoder:
@@ -148,7 +148,7 @@ class Comparison:
         return found
 
     def _tested(self, chosen: list[Entry], runs: list[TrainingRun]) -> list[Scored]:
-        """Scores points on the test problems, on the models of all seeds; their answers are kept in DIR/answers."""
+        """Scores points on the test problems, with the models of all seeds; answers are kept in DIR/answers."""
         found, once = [], {f"{run.name} {point}": (run, point) for run, point in chosen}
         for run in runs:
             for first, point in once.values():
@@ -179,7 +179,7 @@ class Comparison:
         return self._directory / "answers" / f"{name}.jsonl"
 
     def _play(self, chosen: list[Entry]) -> None:
-        """Writes a page of the first test problems, as the first model of each curve has decoded them."""
+        """Writes a page of the first test problems, as decoded by the first model of each curve."""
         names = {}
         for run, point in chosen:
             names.setdefault((run.name, point.decoder), f"{run.name} {point}")
@@ -191,7 +191,7 @@ class Comparison:
     def _timed(self, entries: list[Entry], shape: str = "") -> list[Timed]:
         """The speeds of points in interleaved repeats, stored as one record, since they compare only with each other.
 
-        With a shape, at that proxy's cost.
+        With a shape, at the cost of a proxy of that shape.
         """
         if not entries:
             return []
@@ -232,7 +232,7 @@ class Comparison:
         further = {name: self._load(self._workdir(own)) for (of, name), own in needed if of == point.decoder}
         return Subject(point, with_auxiliaries(model, **further), load_tokenizer(path), self._budget)
 
-    @functools.lru_cache(2)  # noqa: B019  there is one comparison in a process; a model and a further one
+    @functools.lru_cache(2)  # noqa: B019  a process has one comparison; a model and an auxiliary one
     def _load(self, path: Path):
         return load_model(path, self._config.dtype)
 
@@ -254,7 +254,7 @@ def _about(run: TrainingRun, point: Point) -> dict[str, Any]:
 
 
 def _continued(start: Trained, adapted: Trained) -> Trained:
-    """The record of an adapted run, with the steps and tokens of the first half before its own."""
+    """The record of an adapted run, preceded by the steps and tokens of the first half."""
     half = adapted["losses"][-1]["step"]
     seen = next(record["tokens"] for record in start["losses"] if record["step"] == half)
     losses = [
@@ -264,4 +264,4 @@ def _continued(start: Trained, adapted: Trained) -> Trained:
 
 
 def _final_loss(trial: Trained) -> float:
-    return trial["losses"][-1].get("eval_loss", math.inf)  # it is missing where it was not finite
+    return trial["losses"][-1].get("eval_loss", math.inf)  # missing if it was not finite

@@ -12,12 +12,12 @@ from refusion_jax.systems.interface import Claim
 from refusion_jax.systems.registry import systems
 
 WITHIN = 0.01  # decoders are compared at their fastest point within this of their best accuracy
-PROXY = "proxy"  # in place of a batch size: one prompt at a time, at the cost of the speed proxy
+PROXY = "proxy"  # in place of a batch size: one prompt at a time, at the speed proxy's cost
 MARGIN = f"{100 * WITHIN:.0f} percentage point"  # the same in words
 
 
 class Figure(tuple[float, ...]):
-    """The values of one figure, one for each seed or repeat."""
+    """The values of one figure, one per seed or repeat."""
 
     mean, least, most = property(statistics.mean), property(min), property(max)
 
@@ -28,7 +28,7 @@ class Measured:
 
     settings: str
     scores: Sequence[Scored]  # on the validation problems, one for each seed
-    tests: Sequence[Scored]  # the same on the test problems, where it was chosen
+    tests: Sequence[Scored]  # the same on the test problems, if the setting was chosen
     speed: Mapping[str, Figure]  # tokens per second by batch size, over the seeds
     timed: Mapping[str, Figure]  # of the first seed, by batch size or PROXY, over interleaved repeats
 
@@ -69,7 +69,7 @@ class Curve:
 
     @property
     def near_best(self) -> list[Measured]:
-        """The points within WITHIN of the best accuracy, where rounding does not decide."""
+        """The points within WITHIN of the best accuracy, with a margin for rounding."""
         least = max(point.accuracy.mean for point in self.points) - WITHIN - 1e-9
         return [point for point in self.points if point.accuracy.mean >= least]
 
@@ -80,7 +80,7 @@ class Curve:
     def fastest(self, batch_size: str) -> Measured:
         """The fastest point within WITHIN of the best accuracy, with its score on the test problems if there is one.
 
-        With PROXY for a batch size: the fastest of the points that were timed there.
+        With PROXY as the batch size: the fastest of the points that were timed with the proxy.
         """
         if batch_size == PROXY:
             timed = (point for point in self.near_best if PROXY in point.timed)
@@ -88,7 +88,7 @@ class Curve:
         return max(self.near_best, key=lambda point: point.speed[batch_size].mean).on_tests
 
     def times_as_fast(self, rival: "Curve", batch_size: str) -> float:
-        """Tokens per second over a rival's: the median of the repeats, each at its fastest point near its best."""
+        """Tokens per second divided by a rival's: medians of the repeats, each at its fastest point near its best."""
         own, other = (curve.fastest(batch_size).timed[batch_size] for curve in (self, rival))
         return statistics.median(x / y for x, y in zip(own, other, strict=True))
 
@@ -96,8 +96,8 @@ class Curve:
 def under_parallelism(curve: Curve, best: float) -> float:
     """Accuracy under parallelism (AUP, arXiv 2601.07568): the area under accuracy in % over tokens per forward.
 
-    An accuracy y counts exp(-3 (1 - y / best)) times, but for the rectangle up to the slowest point; points more than
-    5 % below that one do not count. Each prefill counts as one, since some decoders draft in it. Validation problems.
+    An accuracy y counts exp(-3 (1 - y / best)) times, except in the rectangle up to the slowest point; points more than
+    5 % below that one do not count. Prefills count as forwards, since some decoders draft in them. Validation problems.
     """
     reached = sorted((p.figure("tokens_per_forward_with_prefill").mean, 100 * p.accuracy.mean) for p in curve.points)
     width, first = reached[0]
@@ -133,9 +133,9 @@ def _by_setting(records: Iterable[Scored]) -> dict[tuple[str, str, str, str], li
 
 
 def claimed(found: Sequence[Curve]) -> list[tuple[Claim, Curve, Curve]]:
-    """The claims of papers and what they are about: (claim, curve of the default decoder, that of the rival's).
+    """(claim of a paper, curve of the system's default decoder, curve of the rival's default decoder) for each claim.
 
-    A model that was adapted is compared with a rival that was, if there is one.
+    An adapted model is compared with an adapted rival, if there is one.
     """
     of = {(curve.system, curve.start): curve for curve in found if curve.is_default}
     pairs = [

@@ -24,30 +24,30 @@ from refusion_jax.systems.api import DecodeSettings
 from refusion_jax.systems.registry import decoders_for, find_decoder, systems
 
 BATCH_SIZES = (1, 16)
-_FURTHER_RATES = 3  # that are tried at most, beyond the first ones, to find the best one between worse ones
-_DRAWS = 20  # of test problems, as a multiple of their number: some families have few, and draw them again and again
-_NEW_PROBLEMS = 1000  # is added to the seed of an adapted run: its problems are not those of the run it goes on from
+_FURTHER_RATES = 3  # most rates tried after the first ones, to find the best one between worse ones
+_DRAWS = 20  # draws of test problems, as a multiple of their number: families with few problems draw them repeatedly
+_NEW_PROBLEMS = 1000  # added to the seed of an adapted run, so that its problems are not those of the first half
 
 
 @dataclasses.dataclass(frozen=True)
 class Budget:
     """The size of a comparison, beyond the config of each run."""
 
-    seeds: int  # of each system that is not given its own number
-    problems: int  # validation problems that are decoded 16 at a time and scored; and as many test problems
+    seeds: int  # per system, unless it has its own number
+    problems: int  # number of validation problems, decoded 16 at a time and scored; the same number of test problems
     timed: int  # how many of these are also decoded one at a time
-    new_tokens: int  # of an answer, at most
+    new_tokens: int  # most tokens of an answer
     repeats: int  # of every timing; the median counts
-    rates: tuple[float, ...] = ()  # learning rates to try, as multiples of the config's; if empty, that one is used
+    rates: tuple[float, ...] = ()  # learning rates to try, as multiples of the config's; empty: only that one
     sweep: int = 4  # runs that try a learning rate have this fraction of the steps: 1 / sweep
-    speed_proxy: str = ""  # WIDTHxLAYERS of a model at whose cost claims about speed are checked as well; none if empty
+    speed_proxy: str = ""  # WIDTHxLAYERS of a model at whose cost speed claims are checked, too; empty: none
 
     def changed(self, **given: Any) -> "Budget":
-        """A budget with the given fields, unless they are None."""
+        """A budget with the given fields replaced, except those that are None."""
         return dataclasses.replace(self, **{name: value for name, value in given.items() if value is not None})
 
     def of_each_run(self) -> dict[str, Any]:
-        """What the result of a run depends on: all but the seeds and the speed proxy, which may change later."""
+        """What the result of a run depends on: all except the seeds and the speed proxy, which may change later."""
         return {name: value for name, value in dataclasses.asdict(self).items() if name not in ("seeds", "speed_proxy")}
 
 
@@ -62,7 +62,7 @@ BUDGETS = {
 
 @dataclasses.dataclass(frozen=True)
 class TrainingRun:
-    """A training run: its directory and its flags."""
+    """A training run: the name of its directory and its flags."""
 
     system: str
     seed: int
@@ -92,7 +92,7 @@ class Point:
 
     @property
     def label(self) -> str:
-        """Its settings in one line, as `bench decode --setup` takes them."""
+        """Its settings in one line, in the form of `bench decode --setup`."""
         return " ".join(
             f"{name}={value if isinstance(value, str) else json.dumps(value)}" for name, value in self.changes.items()
         )
@@ -112,25 +112,25 @@ class Experiment:
     budget: Budget
     config: ml_collections.ConfigDict  # of every run
     file: str  # of the config of every run, with its variant
-    systems: Mapping[str, int]  # and the number of seeds of each
-    start: str  # the system whose weights the others are adapted from as well; none if empty
+    systems: Mapping[str, int]  # by name, the number of seeds
+    start: str  # the system from whose weights the others are also adapted; empty: none
     command: str  # the command line, for the results
-    rates: Mapping[str, float] = dataclasses.field(default_factory=dict)  # of some systems, which try no others
+    rates: Mapping[str, float] = dataclasses.field(default_factory=dict)  # of systems that try no others
 
     @property
     def seeds(self) -> list[tuple[str, int]]:
-        """Every system with every seed of it: all systems with the first seed, then those that have a second one."""
+        """(system, seed) for all seeds: first all systems with the first seed, then those with a second one."""
         most = max(self.systems.values())
         return [(name, seed) for seed in range(most) for name, count in self.systems.items() if seed < count]
 
     @property
     def adapted(self) -> dict[str, int]:
-        """The systems that are adapted, and their number of seeds: no more than there are models to adapt."""
+        """The adapted systems, and their number of seeds: at most as many as there are models to adapt."""
         most = self.systems.get(self.start, 0)
         return {name: min(count, most) for name, count in self.systems.items() if most and name != self.start}
 
     def check(self) -> None:
-        """Raises UserError where models are to be adapted that are not trained, or not stored in the middle."""
+        """Raises UserError if models to be adapted are not trained, or not stored after half of the steps."""
         c, flag = self.config, f"--adapt_from={self.start}"
         if self.start and self.start not in self.systems:
             raise UserError(f"{flag}: is not among --systems={','.join(self.systems)}")
@@ -144,9 +144,9 @@ class Experiment:
             raise UserError(f"{flag}: step {half}, in the middle, is not logged with log_every={c.log_every}")
 
     def next_rate(self, losses: Mapping[float, float]) -> float | None:
-        """The learning rate to try next, by the held-out losses of those that were tried; None where enough were.
+        """The learning rate to try next, given the held-out losses of those tried; None if enough were tried.
 
-        After the budget's it is twice the highest or half the lowest, where that one is the best so far.
+        After the budget's rates it is twice the highest or half the lowest, if that one is the best so far.
         """
         first = [multiple * self.config.learning_rate for multiple in self.budget.rates]
         if len(losses) < len(first):
@@ -169,7 +169,7 @@ class Experiment:
     def adaptation(self, system: str, start: TrainingRun, rate: float, directory: Path) -> TrainingRun:
         """A run that takes the second half of the steps, from another system's weights after the first half.
 
-        Both halves together have the steps and, of other problems, about the tokens of a whole run.
+        Both halves together have the steps of a whole run and about its tokens, of different problems.
         """
         c, workdir = self.config, directory / "runs" / start.name
         half = c.steps // 2
@@ -205,28 +205,28 @@ class Experiment:
     def held_out(self) -> tuple[list[Problem], list[Problem]]:
         """(validation problems, which choose the settings; test problems, which score the chosen ones).
 
-        They are the same for every run, and none of them is trained on. Both have as many of each family.
+        They are the same for every run, and none of them is trained on. Both have equally many of each family.
         """
         data, count = self.config.data, self.budget.problems
         every, draws = mixture(data.difficulty), _DRAWS * count
         wanted = collections.Counter(problem.family for problem in every.problems("test", count, seed=0))
         validation = _different(every.problems("test", draws, seed=0), wanted, set())
         known = {problem.query for problem in validation}
-        by_loss = {problem.query for problem in held_out_problems(data)}  # which chooses the learning rates
+        by_loss = {problem.query for problem in held_out_problems(data)}  # these choose the learning rates
         return validation, _different(every.problems("test", draws, seed=1), wanted, known, by_loss)
 
 
 def _different(
     drawn: Iterable[Problem], wanted: collections.Counter[str], known: set[str], avoided: Collection[str] = ()
 ) -> list[Problem]:
-    """As many problems of each family as are wanted, all different; those of a family with too few are repeated.
+    """The wanted number of problems of each family, all different; a family with too few repeats its problems.
 
-    Known queries are left out, and those to be avoided are only taken where a family has no others.
+    Known queries are left out; queries to be avoided are only used if a family has no others.
     """
     found = {problem.query: problem for problem in drawn if problem.query not in known}
     chosen = []
     for family, count in wanted.items():
         own = [problem for problem in found.values() if problem.family == family]
-        own.sort(key=lambda problem: problem.query in avoided)  # is stable
+        own.sort(key=lambda problem: problem.query in avoided)  # a stable sort
         chosen += itertools.islice(itertools.cycle(own), count)
-    return random.Random(0).sample(chosen, len(chosen))  # so that the first ones, which are timed, are of all families
+    return random.Random(0).sample(chosen, len(chosen))  # so that the first, timed ones are from all families

@@ -1,4 +1,4 @@
-"""Measures what trained models answer, and how fast.
+"""Measures the accuracy and speed of trained models.
 
 Only tokens of the answers count, through the EOS; compilation is not timed.
 """
@@ -21,7 +21,7 @@ from refusion_jax.model.transformer import Transformer
 from refusion_jax.systems.api import decoder_for
 
 REPEATS = 9  # a small model decodes the timed problems in 0.2 s, and single repeats differ by a fifth
-PROXY_REPEATS, PROXY_PROBLEMS = 5, 24  # where a forward pass takes longer
+PROXY_REPEATS, PROXY_PROBLEMS = 5, 24  # with the proxy a forward pass takes longer
 PLAYED = 6  # problems of the page that plays decodings
 
 
@@ -36,7 +36,7 @@ class Subject:
 
 
 def check_fit(problems: list[Problem], tokenizer: Tokenizer, budget: Budget) -> None:
-    """Raises UserError where an answer is longer than the budget decodes."""
+    """Raises UserError if an answer is longer than the budget's new tokens."""
     longest = 1 + max(map(len, tokenizer.encode([problem.response for problem in problems])))
     if longest > budget.new_tokens:
         raise UserError(
@@ -46,10 +46,10 @@ def check_fit(problems: list[Problem], tokenizer: Tokenizer, budget: Budget) -> 
 
 
 class _Queue:
-    """Problems that a subject decodes, some at a time."""
+    """Problems that a subject decodes, `batch_size` at a time."""
 
     def __init__(self, problems: list[Problem], subject: Subject, batch_size: int, decodings: Decodings | None = None):
-        """Makes the requests, and compiles; `decodings` are told what each forward pass does."""
+        """Makes the requests, and compiles; `decodings` record what each forward pass does."""
         settings = subject.point.settings(subject.budget.new_tokens, batch_size)
         prompts = subject.tokenizer.encode_prompts([problem.query for problem in problems])
         self._model, self._record = subject.model, decodings.record if decodings else None
@@ -58,7 +58,7 @@ class _Queue:
         timed(self._model, self.requests[:batch_size], self.decoder, record=self._record)
 
     def decode(self, repeats: int = 1) -> tuple[list[Answer], list[float]]:
-        """The answers in order, and tokens per second of each repeat."""
+        """(the answers in order, tokens per second of each repeat)."""
         found = [timed(self._model, self.requests, self.decoder, record=self._record) for _ in range(repeats)]
         return found[-1][0], [sum(len(a.tokens) for a in answers) / seconds for answers, seconds in found]
 
@@ -106,7 +106,7 @@ def interleaved(
 ) -> list[dict[str, Any]]:
     """Tokens per second of decoders in interleaved repeats, so that a machine's drift is the same for all of them.
 
-    For each {"tokens_per_second": {batch size: [one for each repeat]}, "load": the load average at the end}.
+    For each decoder {"tokens_per_second": {batch size: [one per repeat]}, "load": the load average at the end}.
     """
     found = [{str(size): [] for size in sizes} for _ in subjects]
     for size in sizes:

@@ -18,7 +18,7 @@ _DOTS = {"marker": "o", "markersize": 3}
 
 
 def draw(results: Results, directory: Path) -> list[Path]:
-    """Writes the plots as SVG files, and returns their paths: none where matplotlib is not installed."""
+    """Writes the plots as SVG files, and returns their paths; none if matplotlib is not installed."""
     if importlib.util.find_spec("matplotlib") is None:
         return []
     import matplotlib
@@ -68,7 +68,7 @@ def draw(results: Results, directory: Path) -> list[Path]:
 
 
 def _plot_accuracy(axes: Any, curve: Curve, speed: Callable[[Measured], Figure]) -> None:
-    """A line over the mean speed; the band reaches from the least to the most accurate seed."""
+    """A line of accuracy over mean speed; the band reaches from the least to the most accurate seed."""
     points = sorted(curve.points, key=lambda point: speed(point).mean)
     x = [speed(point).mean for point in points]
     (line,) = axes.plot(x, [point.accuracy.mean for point in points], label=curve.name, **_DOTS)
@@ -78,7 +78,7 @@ def _plot_accuracy(axes: Any, curve: Curve, speed: Callable[[Measured], Figure])
 
 
 def _plot_training(axes: Any, runs: Sequence[Trained], key: str) -> None:
-    """A line for each run with such records; the seeds of a model have one colour."""
+    """A line for each run with records of `key`; the seeds of a model share a colour."""
     colors = {}
     for run in runs:
         model = name_of(run["system"], run["system"], run["start"])

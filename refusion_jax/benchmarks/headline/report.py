@@ -26,12 +26,12 @@ from refusion_jax.systems.registry import systems
 
 _ONE, _MANY = map(str, BATCH_SIZES)
 _SHOWN = (1, 4, 16, 64, 256)  # batch sizes of the estimates
-_BUSY = 1.5  # processes per core that want to run, above which others than ours do
-_CEILING = 0.99  # above it two accuracies are not told apart
+_BUSY = 1.5  # load per core above which other processes must be running
+_CEILING = 0.99  # accuracies above it count as equal
 
 
 def report(results: Results, plots: Sequence[str] = ()) -> str:
-    """The whole page; `plots` are paths of images to show, as seen from it."""
+    """The whole page; `plots` are paths of images to show, relative to it."""
     found = sorted(curves(results), key=lambda curve: -curve.fastest(_ONE).accuracy.mean)
     parts = [
         f"## The headline, budget `{results.about['budget']}`",
@@ -126,13 +126,13 @@ def _table(found: list[Curve], results: Results) -> str:
 
 
 def _told(figure: Figure, form: str = ",.0f") -> str:
-    """The mean, and in brackets the least and the most of several."""
+    """The mean and, for several values, their range in brackets."""
     spread = f" ({figure.least:{form}} to {figure.most:{form}})" if len(figure) > 1 else ""
     return f"{figure.mean:{form}}{spread}"
 
 
 def _conclusions(found: list[Curve], results: Results) -> str:
-    """Which decoders no other one beats in accuracy and speed; and what beats those that their papers claim to lead."""
+    """Which decoders no other one beats in accuracy and speed; and which ones beat those that papers claim to lead."""
     lines = []
     for size in (_ONE, _MANY):
         better = {curve.name: _better_than(curve, found, size) for curve in found}
@@ -178,7 +178,7 @@ class Verdict(NamedTuple):
 def verdict(claim: Claim, own: Measured, rival: Measured, speed: float) -> Verdict:
     """Whether a claim holds, with each decoder at its fastest point within curves.WITHIN of its best accuracy.
 
-    Where both accuracies are at the ceiling, the claim about accuracy counts as met.
+    If both accuracies are at the ceiling, the claim about accuracy counts as met.
     """
     here, there = own.accuracy.mean, rival.accuracy.mean
     accuracy, ceiling = here / there if there else math.inf if here else 1.0, min(here, there) >= _CEILING
@@ -256,7 +256,7 @@ def _estimates(results: Results) -> list[str]:
 
 
 def _bits(runs: Sequence[Trained]) -> list[str]:
-    """Bits per byte over training, where systems have a likelihood; and when the best is where each other ends."""
+    """Bits per byte over training, for systems with a likelihood; and when the best reaches where the others end."""
     found = collections.defaultdict(lambda: collections.defaultdict(list))
     tokens, bounded = collections.defaultdict(list), set()
     for run in runs:

@@ -1,7 +1,7 @@
 """The records of a comparison: what results.json holds, and what DIR/measurements.jsonl keeps so that it can resume.
 
 Each line of measurements.jsonl holds the key and the record of one training run or measurement. DIR/comparison.json
-tells which comparison they belong to.
+describes the comparison that they belong to.
 """
 
 import dataclasses
@@ -36,7 +36,7 @@ class Trained(TypedDict):
     learning_rate: float
     seconds: float
     tokens: int
-    losses: list[dict[str, Any]]  # step, tokens, loss, and where they were measured eval_loss, eval_bits_per_byte, ...
+    losses: list[dict[str, Any]]  # step, tokens, loss and, if measured, eval_loss, eval_bits_per_byte, ...
     commit: str
 
 
@@ -54,12 +54,12 @@ class Scored(TypedDict):
     forwards: int  # of all answers
     tokens_per_forward: float
     tokens_per_forward_without_eos: float
-    tokens_per_forward_with_prefill: float  # which counts as one more forward pass of each answer
+    tokens_per_forward_with_prefill: float  # the prefill counts as one more forward pass of each answer
     prompt_tokens: float  # mean
-    width: int  # places of a row that a forward pass computes
+    width: int  # number of places of a row that a forward pass computes
     has_cache: bool
     commit: str
-    tokens_per_second: NotRequired[dict[str, float]]  # by batch size; where time was measured, as are the following
+    tokens_per_second: NotRequired[dict[str, float]]  # by batch size; only if time was measured, like the following
     same_text: NotRequired[float]  # share of answers that are the same at both batch sizes
     load: NotRequired[float]  # the machine's load average, which shows whether other work ran
     where: NotRequired[str]  # the machine
@@ -72,7 +72,7 @@ class Timed(TypedDict):
     start: str
     decoder: str
     settings: str
-    tokens_per_second: dict[str, list[float]]  # by batch size; one for each repeat
+    tokens_per_second: dict[str, list[float]]  # by batch size; one per repeat
     load: float
     commit: str
     where: str
@@ -86,7 +86,7 @@ def curve_of(record: Scored | Timed) -> tuple[str, str, str]:
 
 
 def name_of(system: str, decoder: str, start: str) -> str:
-    """The name of a curve: the system, what it was adapted from, and the decoder where it has another name."""
+    """The name of a curve: the system, what it was adapted from, and the decoder if its name differs."""
     return system + f" from {start}" * bool(start) + f" by {decoder}" * (system != decoder)
 
 
@@ -106,13 +106,13 @@ class Results:
 
     @property
     def commits(self) -> list[str]:
-        """Commits of the code that made the figures."""
+        """Commits of the code that produced the figures."""
         kinds = self.sweep, self.runs, self.auxiliaries, self.points, self.tests, self.timings, self.proxy_timings
         return sorted({record["commit"] for kind in kinds for record in kind})
 
     @property
     def machines(self) -> list[str]:
-        """Machines on which speeds were measured; these compare only if it is one."""
+        """Machines on which speeds were measured, which are comparable only on a single one."""
         return sorted({r["where"] for kind in (self.points, self.timings, self.proxy_timings) for r in kind})
 
     def as_json(self) -> str:
@@ -151,16 +151,16 @@ def machine() -> dict[str, Any]:
 
 
 def where() -> str:
-    """The machine and the version of JAX in a few words: speeds compare only where these are the same."""
+    """The machine and the version of JAX in a few words: speeds are comparable only if these are the same."""
     m = machine()
     return f"{m['cores']} cores of {m['processor']}, {m['devices']} x {m['device']}, jax {jax.__version__}"
 
 
 def open_store(directory: Path, call: dict[str, Any]) -> Journal:
-    """The finished records by key, in a directory that is made or has those of the same call; else UserError."""
+    """The finished records by key, in a new directory or one with records of the same call; else UserError."""
     about = directory / "comparison.json"
     if about.exists():
-        there, here = flatten(read_json(about)), flatten(call)  # a key that is new or gone since changes nothing
+        there, here = flatten(read_json(about)), flatten(call)  # keys added or removed since have no effect
         other = sorted({key.split(".")[0] for key in there.keys() & here.keys() if there[key] != here[key]})
         if other:
             raise UserError(

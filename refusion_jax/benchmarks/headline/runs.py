@@ -21,10 +21,10 @@ _KEPT = ("step", "tokens", "loss", "eval_loss", "eval_bits_per_byte", "eval_bits
 
 
 def train(run: TrainingRun, directory: Path) -> dict[str, Any]:
-    """Trains a run to its end, resuming if it was interrupted; about once a minute it says how far that is.
+    """Trains a run to its end, resuming if it was interrupted; prints its progress about once a minute.
 
-    Returns {"seconds" of training, "tokens", "losses": what each record of metrics.jsonl has of _KEPT}. Raises Failure
-    where training fails, with the last line of its log.
+    Returns {"seconds" of training, "tokens", "losses": the fields _KEPT of each record of metrics.jsonl}. Raises
+    Failure, with the last line of its log, if training fails.
     """
     workdir, log = directory / "runs" / run.name, directory / "runs" / f"{run.name}.log"
     log.parent.mkdir(parents=True, exist_ok=True)
@@ -40,7 +40,7 @@ def train(run: TrainingRun, directory: Path) -> dict[str, Any]:
 
 
 def _run(line: list[str], log: Path, workdir: Path) -> int:
-    """The exit code of a command. If this process is terminated, so is the child, which saves its run."""
+    """Runs a command and returns its exit code. If this process is terminated, so is the child, which saves its run."""
     early: list[int] = []  # a signal while the child starts: an exception inside Popen would leave it running
     before = signal.signal(signal.SIGTERM, lambda number, _: early.append(number))
     with log.open("ab") as out:
@@ -56,7 +56,7 @@ def _run(line: list[str], log: Path, workdir: Path) -> int:
                 command.say(f"... step {records[-1]['step']}, loss {records[-1]['loss'] or float('nan'):.3f}")
     finally:
         signal.signal(signal.SIGTERM, before)
-        process.terminate()  # nothing, where it has ended
+        process.terminate()  # no effect if it has ended
         process.wait()
 
 
@@ -68,7 +68,7 @@ def commit() -> str:
         return subprocess.run(line, capture_output=True, text=True, check=True).stdout.strip()
 
     try:
-        changed = git("status", "--porcelain", "--", ":/refusion_jax", ":/configs")  # or new, as a system of one's own
+        changed = git("status", "--porcelain", "--", ":/refusion_jax", ":/configs")  # also new files
         return git("rev-parse", "--short=12", "HEAD") + ("+" if changed else "")
     except (OSError, subprocess.CalledProcessError):
         return ""

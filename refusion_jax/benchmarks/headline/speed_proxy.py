@@ -1,7 +1,7 @@
 """A small trained model that decodes at the cost of a larger one, to compare speeds without training large models.
 
-Every forward, every cache entry and every row of the output head that a decoder asks for is computed by both models,
-and the results are those of the trained one. The larger one has random weights; what it computes is never used.
+Every forward, every cache entry and every row of the output head that a decoder requests is computed by both models,
+and the results are those of the trained one. The larger one has random weights; its results are never used.
 
 Axes: B rows, T tokens of this forward pass, S keys it sees, D hidden size of both together, V vocabulary.
 """
@@ -37,7 +37,7 @@ class BothKeyValues(KeyValues):
 
 
 class SpeedProxy(Wrapper):
-    """A trained model with a larger one computed along with it; both have the same vocabulary and dtype."""
+    """A trained model, along with which a larger one is computed; both have the same vocabulary and dtype."""
 
     def __init__(self, trained: Transformer, proxy: Transformer):
         super().__init__(trained)
@@ -45,7 +45,7 @@ class SpeedProxy(Wrapper):
 
     @property
     def weight_bytes(self) -> int:
-        """The proxy's: decoders derive from it how many speculative tokens are free."""
+        """The proxy's bytes, from which decoders derive how many speculative tokens are free."""
         return self.proxy.weight_bytes
 
     @property
@@ -73,13 +73,13 @@ class SpeedProxy(Wrapper):
         return jnp.concatenate([m.hidden(tokens, positions, visibility) for m in (self.model, self.proxy)], axis=-1)
 
     def logits(self, x: Float[Array, "_ _ D"]) -> Float32[Array, "_ _ V"]:
-        """The trained model's; those of the proxy, which are finite, are multiplied by zero."""
+        """The trained model's logits; the proxy's, which are finite, are multiplied by zero."""
         own, proxy = jnp.split(x, [self.config.hidden_size], axis=-1)
         return self.model.logits(own) + 0.0 * jnp.max(self.proxy.logits(proxy), axis=-1, keepdims=True)
 
 
 def read_shape(text: str) -> tuple[int, int]:
-    """(hidden size, layers) of --speed_proxy, such as 640x12; UserError where it is no such shape."""
+    """(hidden size, layers) of --speed_proxy, such as 640x12; UserError if it is malformed."""
     found = re.fullmatch(r"([1-9][0-9]{0,5})x([1-9][0-9]{0,3})", text)
     if not found or int(found[1]) % _UNIT:
         raise UserError(
@@ -91,7 +91,7 @@ def read_shape(text: str) -> tuple[int, int]:
 def proxy_model(hidden_size: int, layers: int, like: Transformer) -> Transformer:
     """Random weights in Qwen3's proportions: 12 D^2 parameters per layer, and the embedding.
 
-    The vocabulary and dtype are those of a model. Two query heads of 64 share one for keys and values, so D is a
+    The vocabulary and dtype are those of `like`. Two query heads of 64 share one for keys and values, so D is a
     multiple of 128.
     """
     heads = hidden_size // _HEAD_DIM

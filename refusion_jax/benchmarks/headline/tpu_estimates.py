@@ -1,12 +1,12 @@
 """Estimates of the same decoding with 8B parameters on TPUs, for every decoder and batch size, by arithmetic.
 
-How many forwards an answer takes depends on what the model has learnt, and not on its size; how long a forward pass
-takes depends on its size and on the chip. So the first is counted with a small model, and the second computed here for
-a large one. Nothing is compiled. All points near a decoder's best accuracy are estimated: a small batch is bound by
-reading the weights, where the most tokens per forward are best, and a large one by arithmetic, where the fewest places
-are. At each batch size the fastest point counts.
+How many forwards an answer takes depends on what the model has learnt, not on its size; how long a forward pass takes
+depends on its size and on the chip. So the first is counted with a small model, and the second computed here for a
+large one. Nothing is compiled. All points near a decoder's best accuracy are estimated: a small batch is bound by
+reading the weights, so that more tokens per forward are best, and a large one by arithmetic, so that fewer places are
+best. At each batch size the fastest point counts.
 
-Each forward reads its weights and the used cache entries of all rows once. The products with the weights, and
+Each forward reads the weights and the used cache entries of all rows once. The products with the weights, and
 attention, each take the time of their FLOPs or of their bytes at the chip's documented peaks, whichever is longer;
 activations stay on the chip. Chips that share the heads then wait for two all-reduces per layer and one for the
 embedding. tests/test_tpu_decoding.py compares these counts with those of the compiled program.
@@ -36,7 +36,7 @@ _DTYPE, _ITEMSIZE = "bfloat16", 2  # of weights, cache and activations
 
 
 def tpu_estimates(points: list[Scored], problems: int) -> list[dict[str, Any]]:
-    """The estimates of a decoder, a record for each topology."""
+    """The estimates for a decoder, one record per topology."""
     about, found = {key: points[0][key] for key in ("system", "decoder", "start")}, []
     for topology in TOPOLOGIES:
         batches = [[_estimate(point, problems, topology, size) for point in points] for size in BATCH_SIZES]
@@ -68,20 +68,20 @@ def _estimate(point: Scored, problems: int, topology: str, batch_size: int) -> d
 
 
 def faster_up_to(batches: list[dict[str, Any]]) -> int:
-    """The largest batch size up to which a decoder is faster than one token per forward; 0 if none."""
+    """The largest batch size up to which a decoder is faster than decoding one token per forward; 0 if none."""
     faster = itertools.takewhile(lambda record: record["speedup"] > 1, batches)
     return max((record["batch_size"] for record in faster), default=0)
 
 
 @dataclasses.dataclass(frozen=True)
 class ForwardCosts:
-    """What one forward pass costs one chip."""
+    """The costs of one forward pass on one chip."""
 
-    weight_flops: float  # of products with weights, the output head among them
+    weight_flops: float  # of products with weights, including the output head
     weight_bytes: float
     attention_flops: float
-    cache_bytes: float  # entries that are read, and those that are written
-    network_bytes: float  # that all-reduces bring to the chip
+    cache_bytes: float  # of entries that are read, and of those that are written
+    network_bytes: float  # received by the chip in all-reduces
 
     def seconds(self, chip: Chip) -> float:
         """Seconds at the chip's peaks."""
@@ -91,11 +91,11 @@ class ForwardCosts:
 
 
 def forward_costs(model: ModelConfig, rows: int, places: float, context: float, chips: int = 1) -> ForwardCosts:
-    """The costs of one forward on each of the chips that share its heads; `context` counts cache entries per row."""
+    """The costs of one forward on each of the chips that share the heads; `context` counts cache entries per row."""
     c, T = model, rows * places
     D, L, heads = c.hidden_size, c.num_hidden_layers, c.num_attention_heads * c.head_dim
     E, used = c.num_experts, c.num_experts_per_tok
-    read = E * (1 - (1 - used / E) ** T) if E else 0  # of experts: those that any of the tokens goes to
+    read = E * (1 - (1 - used / E) ** T) if E else 0  # experts to which at least one of the tokens goes
     multiplied, read = (weights_in_layers(c, n) + c.vocab_size * D for n in (used, read))
     return ForwardCosts(
         weight_flops=2 * T * multiplied / chips,
