@@ -93,7 +93,7 @@ def tokens_at_once(chunk_length: int, block_size: int = 1) -> int:
 
 
 def prefill_but_last(model: Transformer, given: Given, chunk_length: int) -> tuple[Cache, Int32[Array, "B"]]:
-    """(cache of all given tokens but the last, the last): the first pass of the decoding loop takes the last."""
+    """(cache of all given tokens but the last, the last token), which the first pass of the decoding loop takes."""
     last = jnp.take_along_axis(given.tokens, given.length[:, None] - 1, axis=1)[:, 0]
     return Cache(prefill(model, given, chunk_length).entries, given.length - 1), last
 

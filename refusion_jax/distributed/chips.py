@@ -3,10 +3,10 @@
 Of NVIDIA's chips only peaks and bandwidths are here, from their data sheets.
 
 Peaks, bandwidths and sizes are those that Google documents (docs.cloud.google.com/tpu/docs/v4, /v5e, /v5p, /v6e and
-/tpu7x). The inter-chip bandwidth is documented for both directions together (v5p: 1,200 GB/s), and of v4 as what a pod
-of 4,096 chips reduces (1.1 PB/s); here it is what a chip receives. Other sources put it 10 % lower on every generation,
-which the calibration absorbs. The memory limit is what the compiler (libtpu 0.0.51) lets a program use, or what is
-documented, where that is less (v5p: 95 of the compiler's 95.73 GiB).
+/tpu7x). The inter-chip bandwidth is documented for both directions together (v5p: 1,200 GB/s), and for v4 as the rate
+of reductions over a pod of 4,096 chips (1.1 PB/s); here it is the rate at which a chip receives. Other sources put it
+10 % lower on every generation, which the calibration absorbs. The memory limit is what the compiler (libtpu 0.0.51)
+lets a program use, or the documented size if that is less (v5p: 95 of the compiler's 95.73 GiB).
 
 Everything is for one JAX device, which is a chip, but on TPU7x half of one.
 """

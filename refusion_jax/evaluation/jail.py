@@ -31,8 +31,8 @@ import sys
 
 _NOBODY = 65534  # without namespaces; in them each program has a user of its own, see `Limits.processes`
 _HOME = "/sandbox"  # working directory of the program
-# `map` and the others are C code, so that both stops come from the same place. As HumanEval executes programs, what
-# stands under `if __name__ == "__main__"` is not run.
+# `map` and the others are C code, so that both stops come from the same place. As HumanEval executes programs, code
+# under `if __name__ == "__main__"` is not run.
 _RUN = """
 import functools, operator, runpy, signal
 stop = functools.partial(signal.raise_signal, signal.SIGSTOP)

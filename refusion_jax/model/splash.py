@@ -5,8 +5,8 @@ the documents of the batch, when it runs. A causal row of 2,048 tokens, with doc
 
     pattern      documents    The kernel reads from a table (`block_mask`) whether a tile is to be worked on, and from
     x . . .      x . . .      another (`data_next`) what to fetch for it. Both are arrays that it gets when it runs; JAX
-    x x . .      x x . .      fills them from the pattern alone, we from the documents, too. A tile that is left out
-    x x x .      . x x .      still takes a turn of the grid, half as long as work on it (from timings on v5p in
+    x x . .      x x . .      fills them from the pattern only, we also from the documents. A skipped tile still takes a
+    x x x .      . x x .      turn of the grid, half as long as work on it (from timings on v5p in
     x x x x      . . x x      github.com/marin-community/marin/pull/6330).
 
 Axes: B rows, T row length, S the part of a row whose queries a chip has, N query heads, K key/value heads, H head size;
@@ -124,7 +124,7 @@ def of_documents(kernel: Kernel, q_segments: Int32[Array, "B S"], k_segments: In
             turn = _flip(_pass(_flip(info), shared.swapaxes(1, 2)))
         else:
             turn = _pass(info, shared)
-        places = info.q_sequence  # of the queries of a row; all rows stand one after the other
+        places = info.q_sequence  # of the queries of one row; the rows are concatenated
         if places is not None:
             rows, length = k_segments.shape
             places = (places[None] + length * jnp.arange(rows)[:, None]).ravel()

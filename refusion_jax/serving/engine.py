@@ -174,7 +174,7 @@ class Engine:
         """The engine for requests with grammars, created and compiled for the first of them.
 
         It has a quarter of the rows, and its own caches, so that other answers neither change nor wait for grammars.
-        Raises UserError where the decoder cannot follow grammars, or this does not fit into memory.
+        Raises UserError if the decoder cannot follow grammars, or this engine does not fit into memory.
         """
         with self._making:
             if self._second is None or self._second.failure:
@@ -362,7 +362,7 @@ class Choice:
     prompt: list[int]  # in the form that the model reads
     added: int  # number of its leading tokens that the client did not send: 1 for a BOS, or 0
     text: str | None  # the prompt, if it was given as text
-    request: Request | None  # checked; None where no token is to be decoded
+    request: Request | None  # checked; None if no token is to be decoded
     limit: int  # tokens of the answer, at most
     stops: Stops
     engine: Engine  # that decodes it

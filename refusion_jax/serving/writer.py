@@ -15,7 +15,7 @@ _INCOMPLETE = "\N{REPLACEMENT CHARACTER}"  # at the end, it stands for the bytes
 class Delta:
     """What has been added to an answer, as in the events of OpenAI's streams."""
 
-    text: str  # in reading order, follows that of the deltas before
+    text: str  # in reading order, continues the deltas before
     commits: list[tuple[int, int]]  # (position, counted from the prompt's first, token) in the order of commitment
     finish_reason: str | None  # "stop" | "length" | "tool_calls" with the last delta
     tokens: list[int]  # of the whole answer so far

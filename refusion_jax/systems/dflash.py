@@ -5,7 +5,7 @@ The drafter (`--decode.drafter=RUN`), of a layer or two, is fed the last token a
 that follow in one forward pass. In the text before, it sees each token together with the hidden state from which the
 model predicts the next token. The model verifies the drafts by the rule of speculative sampling: greedy, the text is
 that of `ar`, token by token; with a temperature it has the same distribution, whatever the drafter. Example with three
-drafts, of which the last two are refused in the first round; p and q were given, and capitals are tokens with hidden
+drafts, of which the last two are rejected in the first round; p and q were given, and capitals are tokens with hidden
 states:
 
     drafter    sees  P              P Q X
@@ -144,7 +144,7 @@ class ReadingSettings(pard.DraftedSettings):
 
 
 class ReadAndDraft(ar.Speculative):
-    """Verifies what such a drafter drafts."""
+    """Verifies the drafts of such a drafter."""
 
     settings: ClassVar[type[ReadingSettings]] = ReadingSettings
 

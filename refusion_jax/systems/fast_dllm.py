@@ -2,8 +2,8 @@
 
 Decoding, block by block: the first forward pass of a block runs over the whole text, and its keys and values are kept.
 The following ones take only a part of the text, which attends to the kept keys and values of the rest. These become
-stale as the text changes, so that this is an approximation (exact for a model of one layer). `prefix` keeps what is
-before the block, `dual` also what is after it. In the first of two blocks of 2 after 2 given tokens (row: token fed;
+stale as the text changes, so that this is an approximation (exact for a model of one layer). `prefix` keeps those
+before the block, `dual` also those after it. In the first of two blocks of 2 after 2 given tokens (row: token fed;
 column: text; k: kept, 1: new):
 
     dual      k k 1 1 k k      prefix    k k 1 1 1 1
@@ -163,7 +163,7 @@ class BlockCache(masked.MaskedDecoder):
         return x[:, at], s.entries
 
     def _fed(self, s: State) -> tuple[Int32[Array, "B"], Int32[Array, "B"]]:
-        """The start and length of what is fed on top of the cache: the block, or all from it on."""
+        """(start, length) of what is fed on top of the cache: the block, or everything from its start on."""
         first = s.block_start(self.ids.mask_id)
         left = jnp.maximum(s.places.count - first, 0)
         return s.first + first, jnp.minimum(left, masked.block_length(s)) if self.reuse == "dual" else left

@@ -26,7 +26,7 @@ weights, token by token.
 
 From the authors' code (github.com/thuEcstasy/I-DLM, 3342a17): layout, shift, both means and their weights, stride, the
 rule of acceptance, the cold start after a rejection; we have not read the paper. They leave prompts unmasked in x_t;
-here masks stand for prompts, too, and the last of them predicts the first token of the answer. Our other choices: top_k
+here prompts are masked, too, and their last mask predicts the first token of the answer. Our other choices: top_k
 and top_p apply to both p and q, so that the text stays distributed by p; blocks are counted from the start of the row,
 not of the document, so that the first one of a document may be short; the weight of the clean half is constant, whereas
 they can also balance both halves. Left out: their options to accept more than the rule allows.
@@ -165,7 +165,7 @@ class DraftAndCheck(Continuer):
         accepted, tokens = sampling.verify(likely[:, :N], s.q, s.drafts, s.drafted, s.keys, verified, s.settings)
         after, _ = s.commit(cache, tokens, verified, accepted + 1, self.ids.eos_id)
 
-        # If nothing was rejected, the masks after the drafts stand where the next drafts belong.
+        # If nothing was rejected, the masks after the drafts are at the places of the next drafts.
         from_mask = s.drafted[:, None] + 1 + offset[:, : N - 1]  # [B, N - 1] of W
         q = jnp.take_along_axis(likely, from_mask[:, :, None], axis=1)
         at = jnp.take_along_axis(places, from_mask, axis=1)
@@ -194,7 +194,7 @@ SYSTEM = System(
     decoders={"idlm": DraftAndCheck},
     references={"idlm": reference},
     block_key="block_size",
-    # In the layout of SDAR, whose blocks are longer: 1, 2 or 3 masks in what they train.
+    # Released in SDAR's format, but with blocks of 1, 2 or 3 masks; SDAR's are longer.
     releases=tuple(
         Release("sdar", "qwen3", fixed={"block_size": n}, ignored=("fuse_cross_entropy",)) for n in (1, 2, 3)
     ),

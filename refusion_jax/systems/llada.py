@@ -11,8 +11,8 @@ Decoding: every forward pass runs over the whole text. The answer is cut into bl
 other. A block of n masks takes a fixed number of steps, each of which commits the n / steps most confident ones. A
 temperature adds Gumbel noise to the logits, but not to the confidences.
 
-With `merge`, of every so many masks after the block only the middle one is fed, at its own position, in the spirit of
-ToMA (arXiv 2509.10918), which merges similar tokens of an image. A group is then one key in attention, which is an
+With `merge`, only the middle one of every `merge` masks after the block is fed, at its position, in the spirit of ToMA
+(arXiv 2509.10918), which merges similar tokens of an image. A group is then one key in attention, which is an
 approximation. With a block of two after three given tokens and merge = 3 (the last group may be smaller):
 
     text       p q r M M | M M M M M        fed        p q r M M   M     M

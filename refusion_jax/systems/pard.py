@@ -5,7 +5,7 @@ The drafter (`--decode.drafter=RUN`) was trained to predict tokens at masks that
 before it, as the system `idlm` trains. It is fed what was committed since its last forward pass and M - 1 masks, and
 drafts the M tokens that follow. The model verifies them by the rule of speculative sampling: greedy, the text is that
 of `ar`, token by token; with a temperature it has the same distribution, whatever the drafter. Example with three
-drafts, of which the last two are refused in the first round:
+drafts, of which the last two are rejected in the first round:
 
     drafter    fed  p q M M            x y M M              p and q were given; x y were committed since
                drafts  x a b              c d e
@@ -63,7 +63,7 @@ class State(Continuation):
 
 
 class DraftAndVerify(ar.Speculative):
-    """Verifies what another model drafts."""
+    """Verifies the drafts of another model."""
 
     settings: ClassVar[type[DraftedSettings]] = DraftedSettings
 

@@ -152,7 +152,7 @@ def trainable() -> list[str]:
 
 
 def find_system(name: str) -> System:
-    """The trainable system of this name; SettingError where there is none."""
+    """The trainable system of this name; SettingError if there is none."""
     if name not in trainable():
         raise SettingError("config", "objective", name, f"unknown; known: {', '.join(trainable())}")
     return systems()[name]
@@ -164,12 +164,12 @@ def decoders() -> dict[str, type[Decoder]]:
 
 
 def find_decoder(method: str) -> type[Decoder]:
-    """The decoder of this name; SettingError where there is none."""
+    """The decoder of this name; SettingError if there is none."""
     return system_of(method).decoders[method]
 
 
 def system_of(method: str) -> System:
-    """The system that has a decoder; SettingError where there is no such decoder."""
+    """The system that has a decoder; SettingError if there is no such decoder."""
     for system in systems().values():
         if method in system.decoders:
             return system
@@ -189,7 +189,7 @@ def decoders_for(objective: str) -> list[str]:
 
 
 def default_decoder(objective: str) -> str:
-    """Name of the first decoder for models of a system; UserError where there is none."""
+    """Name of the first decoder for models of a system; UserError if there is none."""
     if names := decoders_for(objective):
         return names[0]
     why = "its models do not decode by themselves" if objective in systems() else "this system is not installed here"

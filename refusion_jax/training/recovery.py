@@ -29,7 +29,7 @@ class SkippedBatches:
     """The windows of steps whose rows a run leaves out."""
 
     def __init__(self, workdir: epath.Path):
-        """Reads the file; UserError where it cannot be read, since the run would then train on other rows."""
+        """Reads the file; UserError if it cannot be read, since the run would then train on other rows."""
         self._path = workdir / FILE
         self.windows: list[tuple[int, int]] = []
         if self._path.exists():

@@ -29,7 +29,7 @@ class Session:
     """The state, the checkpoints and the logs of a session."""
 
     def __init__(self, run: Run, start_over: bool):
-        """Reads the newest whole checkpoint, or begins at step 0 where none can be read and `start_over` is true.
+        """Reads the newest whole checkpoint, or begins at step 0 if none can be read and `start_over` is true.
 
         Writes to the directory from here on. UserError if the run cannot continue.
         """

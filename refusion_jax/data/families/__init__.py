@@ -1,7 +1,7 @@
 """Problems that tell systems apart: twelve families with adjustable difficulty.
 
 `mixture(difficulty)` has sums and products without and with their steps, operations on lists, look-ups among many keys,
-repair of brackets and of JSON, paths through a maze and Latin squares (where what is known first stands anywhere),
+repair of brackets and of JSON, paths through a maze and Latin squares (whose known parts are anywhere),
 short programs with their output, and gaps between fixed text. At difficulty 1 a model of a million parameters learns
 most of them; every further level makes numbers, lists, mazes and programs longer.
 """

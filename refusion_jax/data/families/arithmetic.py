@@ -37,7 +37,7 @@ def make_product(rng: random.Random, level: int, how: str = "") -> str:
 
 
 def solve_product(query: str) -> str:
-    """The product; by steps that of the first number with each digit of the second from the right, and then the sum."""
+    """The product; by steps, first those of one number and each digit of the other, from the right."""
     a, b = (int(digits) for digits in re.findall(r"\d+", query))
     if _STEPS not in query:
         return str(a * b)

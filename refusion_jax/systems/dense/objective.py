@@ -78,7 +78,7 @@ class DenseSlots(Objective):
 
     @property
     def pattern(self) -> Pattern:
-        """An upper bound: what a copy sees depends on the order of the slots, but always stands before it."""
+        """An upper bound: what a copy sees depends on the order of the slots, but always precedes it."""
         return CAUSAL
 
     def input_length(self, row_length: int) -> int:

@@ -1,7 +1,7 @@
 """Plan and infill with a dense model: as ReFusion's exact infilling, but planned slots do not see each other's masks.
 
-A mask has learnt to guess from the clean text before its slot and the masks of its own slot alone, so that is what it
-sees in a plan. Slots (ab)(cd)(ef), of which (cd) was chosen and is verified, with the plan of the others fed ahead:
+In training a mask sees only the clean text before its slot and the masks of its own slot, so that is what it sees in
+a plan, too. Slots (ab)(cd)(ef), of which (cd) was chosen and is verified, with the plan of the others fed ahead:
 
     c   1 . . . . .
     d   1 1 . . . .
