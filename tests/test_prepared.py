@@ -16,6 +16,7 @@ from test_prepare import make, tokenizer_file, write_pairs
 from refusion_jax import UserError
 from refusion_jax.data.dataset import load_dataset
 from refusion_jax.data.loader import RowOrder, epochs, host_batches, row_order
+from refusion_jax.data.packing import PackedRows
 from refusion_jax.data.prepared import MixedRows, PreparedRows
 from refusion_jax.evaluation.heldout import find_held_out
 from refusion_jax.training.events import account, read_events
@@ -36,23 +37,6 @@ def prepared(tmp_path_factory, tokenizer_file):
     return home
 
 
-class Numbers:
-    """Rows that hold their own number."""
-
-    def __init__(self, size: int):
-        self.size = size
-
-    def __len__(self):
-        return self.size
-
-    def __getitem__(self, index):
-        return {"tokens": np.array([index])}
-
-    @property
-    def shares(self):
-        return [("", self.size, 1.0)]
-
-
 def read(rows, hosts, batch_size, first, last, seed=0):
     """What the hosts together read: the rows of each step, in the order of the global batch."""
     steps = {"batch_size": batch_size, "seed": seed, "first_step": first, "last_step": last}
@@ -70,7 +54,8 @@ def read(rows, hosts, batch_size, first, last, seed=0):
 )
 @hypothesis.example(rows=1, batch_size=4, switches=[(2, 2), (1, 1)], seed=0)
 def test_every_row_comes_once_an_epoch_whatever_the_hosts(rows, batch_size, switches, seed):
-    data, seen, step = Numbers(rows), [], 0
+    numbers = np.arange(rows)[:, None]
+    data, seen, step = PackedRows(numbers, numbers, numbers > 0), [], 0
     for steps, hosts in switches:
         seen += read(data, hosts, batch_size, step, step + steps, seed)
         step += steps
