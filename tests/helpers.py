@@ -19,6 +19,7 @@ from types import ModuleType
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 import tokenizers
 from absl import flags
@@ -163,6 +164,23 @@ def loss_terms(logits: jax.Array, batch: Batch) -> dict[str, jax.Array]:
     """The definition of the loss: all terms, from the logits [B, T, V] of a batch."""
     label_logits = jnp.take_along_axis(logits, batch.labels[..., None], axis=-1)[..., 0]
     return weigh(jax.nn.logsumexp(logits, axis=-1) - label_logits, batch)
+
+
+def packed(documents: list[tuple[int, int]], row_length: int) -> Rows:
+    """One row of documents given as (prompt length, response length); every token's id is its index, from 100."""
+    segments, response = np.zeros((1, row_length), np.int32), np.zeros((1, row_length), bool)
+    start = 0
+    for segment, (p, r) in enumerate(documents, 1):
+        segments[0, start : start + p + r] = segment
+        response[0, start + p : start + p + r] = True
+        start += p + r
+    return Rows(jnp.arange(100, 100 + row_length)[None], jnp.array(segments), jnp.array(response))
+
+
+def rows_of(*rows: list[tuple[int, int]], row_length: int = 24) -> Rows:
+    """`packed` rows with tokens that a tiny model knows, in a row of 24 each another."""
+    stacked = jax.tree.map(lambda *x: jnp.concatenate(x), *(packed(row, row_length) for row in rows))
+    return stacked.replace(tokens=(stacked.tokens - 100) % 24 + 5)
 
 
 def with_eos(rows: Rows) -> Rows:

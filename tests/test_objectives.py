@@ -7,8 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from conftest import EOS, MASK, causal, config_with, forward, tiny_model
-from helpers import loss_terms, with_eos
-from test_slots import packed
+from helpers import loss_terms, rows_of, with_eos
 
 from refusion_jax.batch.batch import Batch, weigh
 from refusion_jax.batch.masking import pad_answers
@@ -18,12 +17,6 @@ from refusion_jax.config import make_objective
 from refusion_jax.systems import idlm
 from refusion_jax.systems.ar import NextToken
 from refusion_jax.systems.refusion.objective import Noise, draw_noise, hybrid_batch
-
-
-def rows_of(*rows: list[tuple[int, int]], row_length: int = 24) -> Rows:
-    """Packed rows with tokens a tiny model knows."""
-    stacked = jax.tree.map(lambda *x: jnp.concatenate(x), *(packed(row, row_length) for row in rows))
-    return Rows(stacked.tokens % 24 + 5, stacked.segment_ids, stacked.is_response)
 
 
 def objective(name: str):

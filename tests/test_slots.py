@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from conftest import EOS, MASK, config_with
+from helpers import packed
 
 from refusion_jax.batch.batch import Batch
 from refusion_jax.batch.masking import pad_answers, shuffle_documents
@@ -18,17 +19,6 @@ from refusion_jax.config import make_objective
 from refusion_jax.systems.refusion.objective import Noise, draw_noise, hybrid_batch
 
 SIZES = (2, 3, 4)
-
-
-def packed(documents: list[tuple[int, int]], row_length: int) -> Rows:
-    """One row of documents given as (prompt length, response length); every token's id is its index, from 100."""
-    segments, response = np.zeros((1, row_length), np.int32), np.zeros((1, row_length), bool)
-    start = 0
-    for segment, (p, r) in enumerate(documents, 1):
-        segments[0, start : start + p + r] = segment
-        response[0, start + p : start + p + r] = True
-        start += p + r
-    return Rows(jnp.arange(100, 100 + row_length)[None], jnp.array(segments), jnp.array(response))
 
 
 def corrupt(rows: Rows, seed: int, sizes=SIZES) -> tuple[Noise, Batch]:

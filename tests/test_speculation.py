@@ -27,8 +27,7 @@ from conftest import (
 )
 from etils import epath
 from flax import nnx
-from helpers import config_of_mine, drawn_matrix, tiny_qwen3
-from test_slots import packed
+from helpers import config_of_mine, drawn_matrix, packed, tiny_qwen3
 
 from refusion_jax import UserError, decode, load_model
 from refusion_jax.batch.rows import Rows

@@ -24,7 +24,7 @@ from conftest import (
     tiny_model,
 )
 from flax import nnx
-from helpers import with_eos
+from helpers import rows_of, with_eos
 from quick_compile import compile_few_shapes
 
 from refusion_jax import UserError, decode
@@ -89,15 +89,7 @@ LOSSLESS = ("prompt_lookup", "pard", "dflash", "idlm", "dense")
 # Decoders whose first variant has other numbers alone, and the program of the default: slow, as all further ones are.
 SAME_PROGRAM = ("apd", "block_diffusion", "card", "d2f", "idlm", "pard", "wedlm")
 
-
-def rows() -> Rows:
-    """Two rows of three and two documents and padding; every token of a row has an id of its own, from 5."""
-    segments = np.array([[1] * 7 + [2] * 9 + [3] * 5 + [0] * 3, [1] * 12 + [2] * 12], np.int32)
-    prompts = [(0, 0, 2), (0, 7, 8), (1, 0, 5), (1, 12, 12)]
-    response = segments > 0
-    for row, start, end in prompts:
-        response[row, start:end] = False
-    return Rows(*map(jnp.asarray, (np.tile(np.arange(5, 5 + T, dtype=np.int32), (2, 1)), segments, response)))
+ROWS = rows_of([(2, 5), (1, 8), (0, 5)], [(5, 7), (0, 12)])  # every token of a row has an id of its own
 
 
 @functools.cache
@@ -107,9 +99,8 @@ def objective_of(name: str):
     return objective, jax.jit(objective.corrupt)
 
 
-def batch_of(name: str, seed: int, some: Rows | None = None):
+def batch_of(name: str, seed: int, some: Rows = ROWS):
     """The batch of rows whose noise comes from a seed."""
-    some = some or rows()
     objective, corrupt = objective_of(name)
     keys = jax.vmap(jax.random.fold_in, (None, 0))(jax.random.key(seed), jnp.arange(len(some.tokens)))
     return objective, corrupt(some, keys)
@@ -122,7 +113,7 @@ def test_what_must_be_predicted_is_never_seen_by_any_path_and_every_token_of_a_r
     But for the EOS of a document where a system pads, which may show a repeat of it. Learnt is, in some draw, every
     token but the first of a document, which nothing before it predicts; the end of text is one of them.
     """
-    some, repeated, learnt = with_eos(rows()), [EOS] if name in PADDED else [], set()
+    some, repeated, learnt = with_eos(ROWS), [EOS] if name in PADDED else [], set()
     for seed in range(20):
         _, batch = batch_of(name, seed, some)
         reach = np.asarray(batch.visibility.mask())
@@ -170,12 +161,12 @@ def _cross_entropy(graph, params, batch):
 
 @pytest.mark.parametrize("name", TRAINABLE)
 def test_documents_keep_their_numbers_in_the_row(name):
-    """A token of `rows` tells its place there, and so its document."""
-    batch, some = batch_of(name, 2)[1], rows()
+    """A token of `ROWS` tells its place there, and so its document."""
+    _, batch = batch_of(name, 2)
     inputs, segments = np.asarray(batch.inputs), np.asarray(batch.visibility.segment_ids)
     row, place = np.nonzero((segments > 0) & (inputs >= 5) & (inputs != MASK))
     assert len(row)
-    own = np.asarray(some.segment_ids)[row, inputs[row, place] - 5]
+    own = np.asarray(ROWS.segment_ids)[row, inputs[row, place] - 5]
     np.testing.assert_array_equal(segments[row, place], own)
 
 
@@ -197,10 +188,10 @@ def test_a_document_is_predicted_packed_as_it_is_alone(name):
 
 @pytest.mark.parametrize("name", TRAINABLE)
 def test_a_row_is_corrupted_by_its_own_key_whatever_the_other_rows_are(name):
-    some = jax.tree.map(lambda x: jnp.stack([x[1], x[0]]), rows())  # the other one in the place of the first
+    some = jax.tree.map(lambda x: jnp.stack([x[1], x[0]]), ROWS)  # the other one in the place of the first
     objective, corrupt = objective_of(name)
     keys = jax.random.split(jax.random.key(3), 3)
-    one, other = corrupt(rows(), keys[:2]), corrupt(some, keys[jnp.array([2, 0])])
+    one, other = corrupt(ROWS, keys[:2]), corrupt(some, keys[jnp.array([2, 0])])
     for field in ("inputs", "positions", "labels"):
         np.testing.assert_array_equal(getattr(other, field)[1], getattr(one, field)[0], f"{field} depend on more")
     np.testing.assert_array_equal(other.visibility.mask()[1], one.visibility.mask()[0])
@@ -209,9 +200,8 @@ def test_a_row_is_corrupted_by_its_own_key_whatever_the_other_rows_are(name):
 @pytest.mark.parametrize("name", TRAINABLE)
 def test_weights_are_normalized_over_the_batch(name):
     """Rows of padding change no weight; the same rows and noise twice halve each, unless `combine` normalizes."""
-    some = rows()
-    padded = jax.tree.map(lambda x: jnp.concatenate([x, jnp.zeros_like(x)]), some)
-    doubled = jax.tree.map(lambda x: jnp.concatenate([x, x]), some)
+    padded = jax.tree.map(lambda x: jnp.concatenate([x, jnp.zeros_like(x)]), ROWS)
+    doubled = jax.tree.map(lambda x: jnp.concatenate([x, x]), ROWS)
     _, batch = batch_of(name, 4)
     _, longer = batch_of(name, 4, padded)
     keys = jax.vmap(jax.random.fold_in, (None, 0))(jax.random.key(4), jnp.array([0, 1, 0, 1]))
@@ -250,7 +240,7 @@ def one_step(name: str, accumulation: int, devices: int, **mesh_shape: int):
     state = init_state(nnx.to_pure_dict(params), optax.sgd(1.0))
     shardings = state_shardings(mesh, axes, state)
     with jax.set_mesh(mesh):
-        some = jax.tree.map(lambda x: jnp.tile(x, (4, 1)), rows())
+        some = jax.tree.map(lambda x: jnp.tile(x, (4, 1)), ROWS)
         some = jax.device_put(some, sharding.sharding(mesh, "batch", "length"))
         after, metrics = jax.jit(step, out_shardings=(shardings, None))(jax.device_put(state, shardings), some)
     return jax.device_get(
