@@ -232,7 +232,7 @@ def test_inputs_and_labels_are_tokens_and_length_and_pattern_those_that_are_coun
 
 def one_step(name: str, accumulation: int, devices: int, **mesh_shape: int):
     """(metrics, gradient) of one step on eight rows, by gradient descent of rate 1."""
-    mesh = sharding.make_mesh(dict.fromkeys(sharding.MESH_AXES, 1) | mesh_shape, jax.devices()[:devices])
+    mesh = sharding.make_mesh(mesh_shape, jax.devices()[:devices])
     model = tiny_model(num_hidden_layers=1)
     (graph, params), axes = nnx.split(model), logical_axes(model)
     objective, _ = objective_of(name)

@@ -237,16 +237,13 @@ def test_gradients_are_clipped_to_the_global_norm():
     np.testing.assert_allclose(first_moment, 0.5, rtol=1e-6)
 
 
-ONES = dict.fromkeys(sharding.MESH_AXES, 1)
-
-
 @pytest.mark.parametrize("size", ["0.6b", "32b"])  # tied to the head, and not
 @pytest.mark.parametrize("optimizer", ["adamw", "adafactor", "muon"])
 def test_no_large_weight_or_moment_is_whole_on_a_chip(size, optimizer):
     """Adafactor's means over an axis (at most 6 MiB each here) are: the axis that was split may be the one averaged."""
     config = load_config("refusion_8b")(size)
     config.optimizer = optimizer
-    mesh = sharding.make_mesh(ONES | {"fsdp": 8})
+    mesh = make_mesh({"fsdp": 8})
     state = train_program(config, model_config(config), mesh).target
     for path, x in jax.tree.leaves_with_path(state):
         is_mean = optimizer == "adafactor" and "v_" in jax.tree_util.keystr(path)
