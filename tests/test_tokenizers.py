@@ -27,7 +27,6 @@ from refusion_jax.decoding.prompts import read_request
 from refusion_jax.decoding.sampling import mask_logits
 from refusion_jax.decoding.settings import TokenIds
 from refusion_jax.model import huggingface
-from refusion_jax.model.shape import ModelConfig
 
 TEMPLATE = (
     "{% for m in messages %}{% if m.role == 'system' %}{{ raise_exception('no system turns') }}{% endif %}"
@@ -107,14 +106,10 @@ def test_a_sentencepiece_model_next_to_tokenizer_json_is_left_alone(tmp_path):
 def test_an_eos_that_is_also_the_padding_can_still_be_written(tmp_path):
     assert load(tmp_path, eos_token=EOS, pad_token=BOS).pad_id >= 0
     tokenizer = load(tmp_path, eos_token=EOS, pad_token=EOS)
-    assert _may_be_written(model_config(config_with(), tokenizer), tokenizer.eos_id)
-
-
-def _may_be_written(model: ModelConfig, token: int) -> bool:
-    """Whether decoders may choose a token at the end of an answer."""
-    ids = TokenIds.of(DecodeSettings("ar"), model)
-    logits = jnp.zeros((1, 1, model.vocab_size))
-    return bool(jnp.isfinite(mask_logits(logits, jnp.ones((1, 1), bool), ids)[1][0, 0, token]))
+    model = model_config(config_with(), tokenizer)
+    ids, may_end = TokenIds.of(DecodeSettings("ar"), model), jnp.ones((1, 1), bool)
+    _, logits = mask_logits(jnp.zeros((1, 1, model.vocab_size)), may_end, ids)
+    assert jnp.isfinite(logits[0, 0, tokenizer.eos_id])
 
 
 def test_the_mask_token_is_the_one_that_is_named(tmp_path):
@@ -242,15 +237,6 @@ def test_a_vocabulary_that_would_be_cut_otherwise_is_refused(changes, said, tmp_
         load_tokenizer_file(write_parts(tmp_path / "parts", **changes) / "vocab.json", "<mask>")
 
 
-TURNS = [{"role": "user", "content": "a\u2028 \U0001f600"}, {"role": "assistant", "content": "b"}]
-
-
-def test_a_template_renders_turn_after_turn():
-    template = ChatTemplate("{% for m in messages %}{{ m.role }}: {{ m['content'] }}{{ x }}\n{% endfor %}", "here")
-    for x in (1, True, None):
-        assert template.render(messages=TURNS, x=x) == f"user: a\u2028 \U0001f600{x}\nassistant: b{x}\n"
-
-
 def test_a_template_may_use_what_transformers_offers_but_the_date():
     source = "{% for x in [m, 2] %}{{ x | tojson }}{% break %}{% endfor %}{{ strftime_now is defined }}"
     assert ChatTemplate(source, "here").render(m={"a<b>&'\u00e9": 1}) == '{"a<b>&\'\u00e9": 1}False'
@@ -270,7 +256,7 @@ def test_a_template_may_use_what_transformers_offers_but_the_date():
 )
 def test_a_template_that_fails_or_reaches_out_is_one_line(source, said):
     with pytest.raises(UserError, match=said) as error:
-        ChatTemplate(source, "here").render(messages=TURNS)
+        ChatTemplate(source, "here").render(messages=[])
     assert "\n" not in str(error.value)
 
 
@@ -379,5 +365,3 @@ def test_a_tokenizer_without_a_special_token_is_refused(tmp_path, options, said)
 def test_a_mask_piece_of_another_name_is_trained_and_found_again():
     tokenizer = SentencePieceTokenizer.train(corpus(), 400, "[MASK]")
     assert SentencePieceTokenizer(tokenizer.model, "it", "[MASK]").mask_id == tokenizer.mask_id
-    with pytest.raises(UserError, match="has no mask token '<mask>'"):
-        SentencePieceTokenizer(tokenizer.model, "it")
