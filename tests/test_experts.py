@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from conftest import PROMPTS, all_but, causal, config_with, logits_of, settings, sharp_model, tiny_config, tiny_model
 from flax import nnx
-from test_huggingface import change_config, saved, tensors
+from test_huggingface import assert_same_tensors, change_config, saved
 from test_tpu import HAS_COMPILER
 from test_train_step import assert_same_training, train
 
@@ -140,9 +140,7 @@ def test_a_directory_comes_back_to_the_bit_straight_to_a_mesh(shape, tmp_path):
     model = load_model(path)
     assert dataclasses.asdict(model.config).items() >= shape.items()
     huggingface.save(model, tmp_path / "ours")
-    before, after = tensors(path), tensors(tmp_path / "ours")
-    assert before.keys() == after.keys()
-    assert all(np.array_equal(tensor, after[name]) for name, tensor in before.items())
+    assert_same_tensors(path, tmp_path / "ours")
     split = load_model(path, mesh=sharding.make_mesh({"expert": 2, "fsdp": 2, "tensor": 2}))
     assert split.layers.gate_proj.get_value().sharding.spec == sharding.spec("layers", "experts", "expert_embed", "mlp")
     jax.tree.map(np.testing.assert_array_equal, *(nnx.to_pure_dict(nnx.state(m)) for m in (model, split)))

@@ -34,6 +34,14 @@ def tensors(path) -> dict[str, np.ndarray]:
     return {name: t for file in path.glob("*.safetensors") for name, t in load_file(file).items()}
 
 
+def assert_same_tensors(one, other):
+    before, after = tensors(one), tensors(other)
+    assert before.keys() == after.keys()
+    for name, tensor in before.items():
+        assert tensor.dtype == after[name].dtype
+        np.testing.assert_array_equal(tensor, after[name])
+
+
 def saved(path, dtype="float32", **changes):
     """A random model as a Hugging Face directory."""
     model = tiny_model(**changes)
@@ -59,11 +67,8 @@ def test_commands_keep_what_is_in_bfloat16(tmp_path):
 
 
 def check_same(source, back, dtype):
-    before, after = tensors(source), tensors(back)
-    assert set(before) == set(after)
-    for name in before:
-        assert before[name].dtype == after[name].dtype == dtype
-        np.testing.assert_array_equal(before[name], after[name])
+    assert_same_tensors(source, back)
+    assert all(tensor.dtype == dtype for tensor in tensors(source).values())
     for read in (json.loads((path / "config.json").read_text()) for path in (source, back)):
         assert read["torch_dtype"] == dtype
         assert read["mask_token_id"] == 4
@@ -111,9 +116,7 @@ def test_a_family_is_read_and_written_as_transformers_does(name, tmp_path):
     ours = load_model(tmp_path / "theirs")
     np.testing.assert_allclose(logits_of(ours, tokens), expected, rtol=1e-4, atol=1e-4 * np.abs(expected).max())
     huggingface.save(ours, tmp_path / "ours")
-    before, after = tensors(tmp_path / "theirs"), tensors(tmp_path / "ours")
-    assert before.keys() == after.keys()
-    assert all(np.array_equal(tensor, after[name]) for name, tensor in before.items())
+    assert_same_tensors(tmp_path / "theirs", tmp_path / "ours")
     again = transformers.AutoModelForCausalLM.from_pretrained(
         tmp_path / "ours", dtype=torch.float32, attn_implementation="eager"
     )

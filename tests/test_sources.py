@@ -12,6 +12,7 @@ from test_prepare import WORDS, contents, documents, make, tokenizer_file  # noq
 
 from refusion_jax import UserError
 from refusion_jax.data.examples import Fields
+from refusion_jax.data.fast_tokenizer import load_tokenizer_file
 from refusion_jax.data.filters import Filters, FilterSettings
 from refusion_jax.data.manifest import file_checksum
 from refusion_jax.data.packing import usable
@@ -313,8 +314,6 @@ def test_rules_of_datatrove_and_languages_leave_out_and_change_texts(tmp_path, t
     assert sum(manifest.dropped.values()) == 2
     assert manifest.dropped["gopher_quality: short_doc"] >= 1
     assert manifest.languages["en"] >= 1
-    from refusion_jax.data.fast_tokenizer import load_tokenizer_file
-
     tokenizer = load_tokenizer_file(tokenizer_file, "<mask>")
     found = " ".join(tokenizer.decode(response) for _, response in documents(tmp_path / "1"))
     assert "email@example.com or 22.214.171.124 or 10.0.0.1" in found

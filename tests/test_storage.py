@@ -11,12 +11,11 @@ import stat
 import threading
 import time
 
-import numpy as np
 import pytest
 from conftest import ROOT, TINY_RUN, run, start
 from etils import epath
 from helpers import tiny_qwen3, wait_for_steps, wait_until
-from safetensors.numpy import load_file
+from test_huggingface import assert_same_tensors
 
 from refusion_jax import UserError
 from refusion_jax.checkpoints import lock
@@ -72,9 +71,7 @@ def test_models_are_converted_from_and_to_the_store(store, tmp_path):
     run(*huggingface, "--from=gs://bucket/ours", "--to=gs://bucket/theirs", devices=4)
     run(*orbax, "--from=gs://bucket/theirs", f"--to={tmp_path}/ours")
     run(*huggingface, f"--from={tmp_path}/ours", f"--to={tmp_path}/again")
-    tensors, again = (load_file(next((tmp_path / name).glob("*.safetensors"))) for name in ("Qwen3", "again"))
-    assert tensors.keys() == again.keys()
-    assert all(np.array_equal(tensor, again[name]) for name, tensor in tensors.items())
+    assert_same_tensors(tmp_path / "Qwen3", tmp_path / "again")
     _, err = run(*orbax, f"--from={tmp_path}/Qwen3", "--to=gs://bucket/theirs", code=2)
     assert "--to=gs://bucket/theirs exists; name a new directory" in err
     before = dict(store.objects)
