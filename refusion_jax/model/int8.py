@@ -47,7 +47,6 @@ class Int4Array(Int8Array):
     """
 
     values: UInt8[Array | jax.ShapeDtypeStruct, "..."]
-    scale: Float32[Array | jax.ShapeDtypeStruct, "..."]
     axis: int = struct.field(pytree_node=False)  # counted from the end, below 0
 
     @classmethod
