@@ -75,7 +75,6 @@ class Example:
 
     @property
     def characters(self) -> int:
-        """Number of characters of its texts."""
         return sum(map(len, self.texts))
 
     def map(self, change: Callable[[str], str]) -> "Example":

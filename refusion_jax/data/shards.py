@@ -224,14 +224,12 @@ class _ShardWriter:
     """Packs documents into a shard in parts, so that memory does not grow with the decompressed size of a file."""
 
     def __init__(self, path: Path, settings: PrepareSettings, dtype: np.dtype):
-        """Begins a file."""
         self._path, self._settings, self._dtype = path, settings, dtype
         self._writer = ArrayRecordWriter(str(path), _OPTIONS)
         self._waiting: list[Document] = []
         self._held = self._rows = self._starts = self._segments = self._tokens = 0
 
     def add(self, document: Document) -> None:
-        """Adds a document."""
         self._waiting.append(document)
         self._held += len(document)
         self._starts += document.starts

@@ -131,7 +131,6 @@ class TextRequest(Strict):
 
     @functools.cached_property
     def chat(self) -> Chat:
-        """The same request as a chat."""
         turns = [{"role": "system", "content": self.instructions}] if self.instructions else []
         for item in self.input:
             if isinstance(item, Item):
@@ -176,7 +175,6 @@ class TextReply(Reply):
         }
 
     async def respond(self, request: Request) -> dict[str, Any]:
-        """The whole response."""
         (choice,) = (await self.whole(request, lambda number, delta, scores: {"delta": delta}))["choices"]
         delta, reason = choice["delta"], choice["finish_reason"]
         output = [_message(delta.text, reason)] if delta.text or not delta.calls else []

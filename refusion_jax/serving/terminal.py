@@ -46,7 +46,6 @@ class Screen:
             self._live.stop()
 
     def show(self, answer: Answer, is_finished: bool = False) -> None:
-        """Updates the answer."""
         delta = self._writer.read(answer, is_finished)
         self.text += delta.text
         self.finish_reason, self.forwards = delta.finish_reason, answer.forwards

@@ -110,7 +110,6 @@ class RunUnderTest:
         return codes
 
     def kill(self) -> None:
-        """Ends all its processes without notice."""
         for process in self.processes:
             process.kill()
         self.wait()

@@ -111,7 +111,6 @@ class MetricsWriter:
             command.say(f"step {record['step']:>6}  {note}")
 
     def close(self) -> None:
-        """Flushes and closes the files, and ends the trackers."""
         if self._is_writer:
             self._file.close()
             self._samples.close()

@@ -62,7 +62,6 @@ class TrainState:
 
     @property
     def weights(self) -> dict[str, Any]:
-        """All weights of the model."""
         return combine(self.params, self.frozen)
 
     def rest(self) -> dict[str, Any]:
