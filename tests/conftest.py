@@ -5,6 +5,7 @@ import contextlib
 import fcntl
 import functools
 import gc
+import importlib.util
 import logging
 import os
 import re
@@ -52,6 +53,7 @@ from refusion_jax.decoding.settings import Settings
 from refusion_jax.model.key_values import KeyValues
 from refusion_jax.model.shape import ModelConfig
 from refusion_jax.model.transformer import Transformer
+from refusion_jax.planning.compiler import prepare_environment
 from refusion_jax.systems import masked
 from refusion_jax.systems.refusion import budget
 from refusion_jax.systems.registry import find_decoder
@@ -253,6 +255,14 @@ def all_shapes() -> Iterator[None]:
     budget._SHAPES, masked._WIDTHS = ALL_SHAPES
     yield
     compile_few_shapes()
+
+
+@pytest.fixture
+def tpu_compiler() -> None:
+    """That this process compiles for TPUs that are not here; without the compiler the test is skipped."""
+    if importlib.util.find_spec("libtpu") is None:
+        pytest.skip("needs the TPU compiler: pip install libtpu (Linux)")
+    prepare_environment()
 
 
 @pytest.fixture

@@ -1,6 +1,5 @@
 """Benchmarks without their machines: estimates of published runs and by hand, a rehearsal of `bench gpu`."""
 
-import importlib.util
 import itertools
 import json
 import statistics
@@ -17,7 +16,6 @@ from refusion_jax.benchmarks.headline.tpu_estimates import BATCH_SIZES, faster_u
 from refusion_jax.checkpoints.load import load_model
 from refusion_jax.distributed.chips import CHIPS, find_chip
 from refusion_jax.model import huggingface
-from refusion_jax.planning.compiler import prepare_environment
 
 RUNS = read_runs()
 
@@ -69,10 +67,9 @@ def test_bench_calibration_prints_every_run_and_every_generation_and_how_well_a_
 
 @pytest.mark.slow
 @pytest.mark.tpu_compile
-@pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="needs the TPU compiler: pip install libtpu")
+@pytest.mark.usefixtures("tpu_compiler")
 @pytest.mark.parametrize("published", RUNS, ids=lambda r: r.name)
 def test_stored_counts_are_those_of_our_programs(published):
-    prepare_environment()
     assert calibration.compiled_again(published).expected == pytest.approx(published.expected, rel=0.02)
 
 

@@ -11,7 +11,6 @@ import pytest
 from conftest import PROMPTS, all_but, causal, config_with, logits_of, settings, sharp_model, tiny_config, tiny_model
 from flax import nnx
 from test_huggingface import assert_same_tensors, change_config, saved
-from test_tpu import HAS_COMPILER
 from test_train_step import assert_same_training, train
 
 from refusion_jax import UserError, decode, load_model
@@ -22,7 +21,6 @@ from refusion_jax.model import experts, huggingface, int8
 from refusion_jax.model.flops import count_weights, train_flops_per_token
 from refusion_jax.model.lora import Lora, add_adapters
 from refusion_jax.model.transformer import Transformer
-from refusion_jax.planning.compiler import prepare_environment
 from refusion_jax.planning.report import plan_train
 from refusion_jax.systems.registry import find_system
 
@@ -225,11 +223,10 @@ def test_flops_are_those_of_the_experts_that_a_token_goes_to(shape):
 
 
 @pytest.mark.tpu_compile
-@pytest.mark.skipif(not HAS_COMPILER, reason="needs the TPU compiler: pip install libtpu (Linux)")
+@pytest.mark.usefixtures("tpu_compiler")
 @pytest.mark.thorough
 def test_a_step_with_experts_on_64_chips_compiles_and_counts_what_the_model_needs():
     """FLOPs are counted as if all experts had as much to do."""
-    prepare_environment()
     sizes = {"hidden_size": 1024, "num_hidden_layers": 4, "num_attention_heads": 8, "head_dim": 128} | MOE
     sizes |= {"num_experts": 64, "num_experts_per_tok": 4, "moe_intermediate_size": 512, "vocab_size": 8192}
     mesh = {"mesh.expert": 4, "mesh.fsdp": 16}

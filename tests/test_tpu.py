@@ -4,7 +4,6 @@ Bounds on memory hold for one version of the compiler, the one that `pip install
 """
 
 import functools
-import importlib.util
 import itertools
 import json
 import re
@@ -19,15 +18,11 @@ from refusion_jax import UserError
 from refusion_jax.distributed import sharding
 from refusion_jax.distributed.chips import find_chip
 from refusion_jax.model.splash import splash_attention
-from refusion_jax.planning.compiler import prepare_environment, tpu_devices
+from refusion_jax.planning.compiler import tpu_devices
 from refusion_jax.planning.report import plan_train
 from refusion_jax.planning.search import fix_for
 
-HAS_COMPILER = importlib.util.find_spec("libtpu") is not None
-pytestmark = [
-    pytest.mark.tpu_compile,
-    pytest.mark.skipif(not HAS_COMPILER, reason="needs the TPU compiler: pip install libtpu (Linux)"),
-]
+pytestmark = [pytest.mark.tpu_compile, pytest.mark.usefixtures("tpu_compiler")]
 
 
 def shipped() -> list:
@@ -49,7 +44,6 @@ def config_of(name: str, variant: str = "", **keys):
 @functools.cache
 def plan_of(name: str, variant: str, topology: str, memory_only: bool = True) -> dict:
     """The plan of a config as it is shipped."""
-    prepare_environment()
     return plan_train(config_of(name, variant), topology, 1, memory_only)
 
 
@@ -58,7 +52,6 @@ def plan_8b(
     topology: str, rows: float, memory_only: bool = True, slices: int = 1, size: str = "8b", row_length=4096, **keys
 ) -> dict:
     """The plan of configs/refusion_8b.py at some rows per chip."""
-    prepare_environment()
     chips = slices
     for side in topology.split(":")[1].split("x"):
         chips *= int(side)
@@ -92,7 +85,6 @@ def test_every_shipped_config_fits_its_topologies_and_hardly_waits_for_others(na
     ],
 )
 def test_a_variant_for_a_slice_is_faster_than_the_size_as_shipped(slice, faster):
-    prepare_environment()
     own = config_of("refusion_8b", f"8b,{slice}")
     shipped, variant = (
         plan_train(c, slice, 1, memory_only=True)
@@ -175,9 +167,7 @@ def test_long_rows_fit(length, rows, parts, bound):
 
 @pytest.mark.slow
 def test_a_chip_of_tpu7x_is_two_devices_and_its_collectives_are_counted():
-    prepare_environment()
-    small = {"batch_size": 16, "row_length": 512, "model.num_hidden_layers": 2, "model.vocab_size": 32_768}
-    record = plan_train(config_of("refusion_8b", "0.6b", **small), "tpu7x:2x2x1", 1, memory_only=True)
+    record = small_plan("tpu7x:2x2x1")
     assert (record["chips"], record["devices"], record["rows_per_chip"]) == (4, 8, 4)
     assert record["hbm_limit_gib"] < 96
     weights = 2 * 15.7e6 + 32_768 * 1024  # of a layer, and the embedding, which is the head
@@ -187,7 +177,6 @@ def test_a_chip_of_tpu7x_is_two_devices_and_its_collectives_are_counted():
 @functools.cache
 def small_plan(topology="v5e:2x4", **keys) -> dict:
     """Qwen3's smallest, with rows of 512 tokens and two layers."""
-    prepare_environment()
     small = {"batch_size": 16, "row_length": 512, "model.num_hidden_layers": 2, "model.vocab_size": 32_768}
     config = config_of("refusion_8b", "0.6b", **small | {k.replace("_", ".", 1): v for k, v in keys.items()})
     return plan_train(config, topology, 1, memory_only=True)
@@ -242,7 +231,6 @@ def test_a_tensor_and_a_sequence_axis_compile_with_the_kernel():
 )
 def test_the_attention_kernel_and_its_gradient_fit_the_vector_memory(topology, tile):
     """Compiled to machine code: the verdict on HBM comes before vector memory is given out."""
-    prepare_environment()
     mesh = sharding.make_mesh({"fsdp": -1}, tpu_devices(topology, 1))
 
     def array(dtype, *shape):
@@ -293,7 +281,6 @@ def test_what_cannot_be_planned_is_one_clear_line(flags, said):
     ("least", "said"), [(1, "--config.remat=full"), (300, "--config.remat=full --config.accumulation=512"), (10**7, "")]
 )
 def test_a_fix_is_found_by_halving_and_what_no_chip_can_hold_is_never_compiled(least, said, monkeypatch):
-    prepare_environment()
     tried = []
 
     def plan(config, *_, memory_only):
@@ -310,7 +297,6 @@ def test_a_fix_is_found_by_halving_and_what_no_chip_can_hold_is_never_compiled(l
 
 
 def test_a_fix_runs_one_row_at_a_time_where_chips_share_each_row(monkeypatch):
-    prepare_environment()
     monkeypatch.setattr("refusion_jax.planning.search.plan_train", lambda c, *_, **__: {"fits": c.accumulation == 8})
     config = config_of("quickstart", batch_size=8, **{"mesh.data": 1, "mesh.sequence": 4})
     assert fix_for(config, "v5e:2x2", 1) == "--config.remat=full --config.accumulation=8"
@@ -329,7 +315,6 @@ def test_a_search_prints_what_it_tries_and_names_the_fastest():
 
 
 def test_hybrid_meshes_put_only_copies_between_slices():
-    prepare_environment()
     ones, devices = dict.fromkeys(sharding.MESH_AXES, 1), tpu_devices("v5e:2x2", 2)
     mesh = sharding.make_mesh(ones | {"replica": 2, "fsdp": -1}, devices)
     assert dict(mesh.shape) == ones | {"replica": 2, "fsdp": 4}

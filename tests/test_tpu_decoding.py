@@ -24,7 +24,7 @@ from refusion_jax.model.key_values import key_counts
 from refusion_jax.model.shape import ModelConfig
 from refusion_jax.model.transformer import Transformer
 from refusion_jax.planning import hlo
-from refusion_jax.planning.compiler import compile_program, prepare_environment, tpu_devices
+from refusion_jax.planning.compiler import compile_program, tpu_devices
 from refusion_jax.planning.costs import collective_kind, count
 from refusion_jax.planning.programs import lower_decode
 from refusion_jax.planning.report import decoding_loop
@@ -49,7 +49,6 @@ def test_a_decoder_that_does_not_fit_is_told_the_batch_that_does():
 @functools.cache
 def decoder_of_8b() -> hlo.Module:
     """What the chips of a v5e:2x4 run that decode eight rows of 8B together, each with its share of the heads."""
-    prepare_environment()
     config = config_of("refusion_8b", "8b", **{"mesh.tensor": 8, "mesh.fsdp": 1})
     settings = DecodeSettings("refusion", batch_size=ROWS, cache_length=1024, max_new_tokens=64, serial_blocks=2)
     return compile_program(lower_decode, (config.to_json(), "v5e:2x4", 1, settings), memory_only=True).module
@@ -119,7 +118,6 @@ def lower_forward(rows: int, tokens: int) -> jax.stages.Lowered:
 
 def test_attention_over_a_part_of_the_cache_reads_no_more_than_this_part():
     """An index of the layer followed by a slice of its entries reads all of them: 34 MB a layer in every branch."""
-    prepare_environment()
     module = compile_program(lower_forward, (32, 8), memory_only=True).module
     (choice,) = [i for c in module.computations.values() for i in c.instructions.values() if i.opcode == "conditional"]
     read = [count(dataclasses.replace(module, entry=branch), chips_per_slice=4).bytes for branch in choice.branches]
@@ -131,7 +129,6 @@ def test_attention_over_a_part_of_the_cache_reads_no_more_than_this_part():
 @pytest.mark.thorough
 def test_a_forward_of_many_rows_moves_the_weights_and_the_cache_once():
     """128 rows of a part of 8B: float32 scores and copies of the cache were ten times these bytes."""
-    prepare_environment()
     config = config_of("refusion_8b", "8b", **{"mesh.tensor": 8, "mesh.fsdp": 1, "model.num_hidden_layers": 8})
     settings = DecodeSettings("ar", batch_size=128, cache_length=2048, max_new_tokens=64)
     module = compile_program(lower_decode, (config.to_json(), "v5e:2x4", 1, settings), memory_only=True).module
@@ -144,7 +141,6 @@ def test_a_forward_of_many_rows_moves_the_weights_and_the_cache_once():
 @pytest.mark.parametrize("topology", ["v4:2x2x1", "v5e:2x2", "v5p:2x2x1", "v6e:2x2", "tpu7x:2x2x1"])
 def test_the_kernel_for_the_cache_fits_the_vector_memory(topology):
     """Compiled to machine code, with the tokens that `refusion` and `ar` feed for a row."""
-    prepare_environment()
     mesh = sharding.make_mesh({"fsdp": -1}, tpu_devices(topology, 1))
     B, N, K, S, H, L = 64, 8, 2, 2048, 128, 2
 
