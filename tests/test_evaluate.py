@@ -56,24 +56,6 @@ def test_the_score_is_that_of_the_logged_samples_at_any_batch_size(loaded, tasks
         assert again[key] == results[key]
 
 
-def killed_at(finished: int, output: Path, flags: list[str], total: int) -> int:
-    """Kills the command once its journal holds so many samples, and runs it again: how many it did not decode again."""
-    process = start("evaluate", *flags)
-    journal = output / "journal" / "answers.0.jsonl"
-    # The first line says whose they are.
-    wait_until(lambda: journal.exists() and journal.read_bytes().count(b"\n") > finished, process)
-    process.send_signal(signal.SIGKILL)
-    process.communicate()
-    kept = journal.read_bytes().count(b"\n") - 1
-    assert finished <= kept < total
-    with journal.open("ab") as file:
-        file.write(b'{"key": "cut o')
-    out, _ = run("evaluate", *flags)
-    assert f"{total} samples, {kept} of them decoded before" in out
-    assert journal.read_bytes().count(b"\n") == 1 + total
-    return kept
-
-
 def kept_by(host: int, output: Path) -> list[bytes]:
     """The answers in the journal of a host, once it is there; its first line says whose they are."""
     journal = output / "journal" / f"answers.{host}.jsonl"
@@ -82,13 +64,24 @@ def kept_by(host: int, output: Path) -> list[bytes]:
 
 @pytest.mark.thorough
 def test_killed_it_goes_on_and_decodes_no_finished_sample_again(loaded, trained_run, tasks, tmp_path):
-    directory = tasks(GENERATE)
-    flags = [f"--checkpoint={trained_run}", f"--include_path={directory}", "--tasks=sums", f"--output={tmp_path}/out"]
-    kept = killed_at(5, tmp_path / "out", [*flags, "--decode.batch_size=1"], 40)
+    directory, output = tasks(GENERATE), tmp_path / "out"
+    flags = [f"--checkpoint={trained_run}", f"--include_path={directory}", "--tasks=sums", f"--output={output}"]
+    flags.append("--decode.batch_size=1")
+    process, journal = start("evaluate", *flags), output / "journal" / "answers.0.jsonl"
+    wait_until(lambda: len(kept_by(0, output)) >= 5, process)
+    process.send_signal(signal.SIGKILL)
+    process.communicate()
+    kept = journal.read_bytes().count(b"\n") - 1
+    assert 5 <= kept < 40
+    with journal.open("ab") as file:
+        file.write(b'{"key": "cut o')
+    out, _ = run("evaluate", *flags)
+    assert f"40 samples, {kept} of them decoded before" in out
+    assert len(kept_by(0, output)) == 40
     straight, expected = evaluate(loaded, tmp_path / "straight", "sums", directory, batch_size=1)
-    resumed = json.loads((tmp_path / "out" / "results.json").read_text())
+    resumed = json.loads((output / "results.json").read_text())
     assert resumed["decoding"]["resumed"] == kept
-    samples = map(json.loads, (tmp_path / "out" / "samples_sums.jsonl").read_text().splitlines())
+    samples = map(json.loads, (output / "samples_sums.jsonl").read_text().splitlines())
     assert answers(samples) == answers(expected)
     assert resumed["results"] == straight["results"]
     assert resumed["decoding"]["forwards"] == straight["decoding"]["forwards"]
