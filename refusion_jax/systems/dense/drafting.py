@@ -103,7 +103,7 @@ class Drafts:
 
 @struct.dataclass
 class State(Continuation):
-    """The state of the decoding loop."""
+    """The last token of each row, and the drafts that the next forward pass verifies."""
 
     pending: Int32[Array, "B"]  # the last token, not in the cache yet
     place: Int32[Array, "B"]  # its position in the text
@@ -117,7 +117,7 @@ class State(Continuation):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Drafting(Continuer):
-    """The decoder with its compiled sizes."""
+    """Writes the text of one token at a time, by drafts that a forward pass verifies; with its compiled sizes."""
 
     settings: ClassVar[type[DraftSettings]] = DraftSettings
     fills_gaps: ClassVar[bool] = True
