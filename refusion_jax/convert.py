@@ -96,11 +96,11 @@ def main() -> None:
     source, target = epath.Path(_FROM.value), epath.Path(_TO.value)
     flag_values.check_output("to", target, directory=True)
     if _FORMAT.value == "orbax" and is_remote(target) and not _TO.value.startswith("gs://"):
-        raise UserError(f"--to={target}: Orbax writes to a disk or gs:// alone; name a place there")
+        raise UserError(f"--to={target}: Orbax writes only to a disk or gs://; name a place there")
     if target.exists():
         raise UserError(f"--to={target} exists; name a new directory")
     if not source.is_dir():
-        raise UserError(f"--from={source} is no directory")
+        raise UserError(f"--from={source} is not a directory")
     if _FORMAT.value == "orbax" and not huggingface_config.is_huggingface(source):
         raise UserError(f"--from={source} holds no model of Hugging Face; --format=huggingface merges adapters")
     directory = tokenizer_place(source)

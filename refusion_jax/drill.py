@@ -136,13 +136,13 @@ def main() -> None:
     if unknown := set(_KINDS.value) - FAULTS.keys():
         raise UserError(f"--kinds={min(unknown)}: unknown; known: {', '.join(FAULTS)}")
     if "kill_host" in _KINDS.value and _HOSTS.value == 1:
-        raise UserError("--kinds=kill_host: needs --hosts of 2 or more, or nobody is left to name the lost one")
+        raise UserError("--kinds=kill_host: needs --hosts of 2 or more, or no process is left to notice the loss")
     kinds = _KINDS.value or [kind for kind in FAULTS if kind != "kill_host" or _HOSTS.value > 1]
     flag_values.check_output("workdir", Path(_WORKDIR.value), directory=True)
     workdir = Path(_WORKDIR.value).absolute()  # Orbax needs absolute paths
     is_new = not workdir.exists()
     if not is_new and (other := {path.name for path in workdir.iterdir()} - _OWN):
-        raise UserError(f"--workdir={workdir} holds {min(other)}, which is of no drill; name another directory")
+        raise UserError(f"--workdir={workdir} holds {min(other)}, which no drill wrote; name another directory")
     with file_lock(workdir):
         drill_in(workdir, kinds, is_new)
 
@@ -161,7 +161,7 @@ def drill_in(workdir: Path, kinds: list[str], is_new: bool) -> None:
     hosts = workdir / _HOSTS_FILE
     if hosts.exists() and hosts.read_text() != str(_HOSTS.value):
         raise UserError(
-            f"--hosts={_HOSTS.value}: {workdir} holds a drill of {hosts.read_text()}; name another directory"
+            f"--hosts={_HOSTS.value}: {workdir} holds a drill with --hosts={hosts.read_text()}; name another directory"
         )
     if (straight.workdir / "config.json").exists():
         adopt_shape(_CONFIG.value, straight.workdir)

@@ -111,11 +111,11 @@ def main() -> None:
 def measure(checkpoint: epath.Path, data: str) -> dict:
     """The held-out loss of prepared data if the model was trained by us, and its bits per byte if known."""
     if not is_prepared(data):
-        raise UserError(f"--data={data}: is no directory that `prepare` wrote")
+        raise UserError(f"--data={data}: is not a directory that `prepare` wrote")
     useless = [flag.name for flag in _OF_TASKS if flag.present]
     useless += [f"decode.{name}" for name in command.given() if name not in _OF_SCORING]
     if useless:
-        raise UserError(f"--{useless[0]}: is of no use with --data, whose text is scored, not decoded")
+        raise UserError(f"--{useless[0]}: cannot be used with --data, whose text is scored, not decoded")
     method, tokenizer = _method(checkpoint), load_tokenizer(checkpoint)
     is_own = not is_foreign(checkpoint) and (find_step(checkpoint)[0] / "config.json").exists()
     has_likelihood = system_of(method).scoring is not None

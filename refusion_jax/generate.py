@@ -114,7 +114,7 @@ def check_place(checkpoint: epath.Path, flag: str, output: epath.Path, beginning
     if not is_remote(output) and not is_remote(checkpoint):
         root = checkpoint if is_foreign(checkpoint) else find_step(checkpoint)[0]
         if Path(os.path.realpath(root / "checkpoints")) in Path(os.path.realpath(output)).parents:
-            raise UserError(f"--{flag}={output}: lies between the weights of the model; name another place")
+            raise UserError(f"--{flag}={output}: lies among the weights of the model; name another place")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -185,11 +185,11 @@ def is_for_people() -> bool:
 def check_places(checkpoint: epath.Path, output: epath.Path | None, watch: epath.Path | None) -> None:
     """Raises UserError if the requested files cannot be written."""
     if output:
-        check_place(checkpoint, "output", output, b'{"id": ', "not answers")
+        check_place(checkpoint, "output", output, b'{"id": ', "does not hold answers")
     if watch:
-        check_place(checkpoint, "watch", watch, BEGINNING, "no page of ours")
+        check_place(checkpoint, "watch", watch, BEGINNING, "is not a page of ours")
     if watch and output and os.path.realpath(watch) in map(os.path.realpath, (output, f"{output}.partial")):
-        raise UserError(f"--watch={watch}: is the --output, too, or its OUTPUT.partial; name another place")
+        raise UserError(f"--watch={watch}: is also the --output or its OUTPUT.partial; name another place")
     if _COMPARE.value and not watch:
         raise UserError(f"--compare={_COMPARE.value}: needs --watch=PAGE.html, which shows it")
 
@@ -197,7 +197,7 @@ def check_places(checkpoint: epath.Path, output: epath.Path | None, watch: epath
 def check_uses(asked: Asked, stops: Stops) -> None:
     """Raises UserError if a flag has no effect on these prompts."""
     if stops.texts and asked.tokenizer is None:
-        why = "has no tokenizer, so its answers are no text to look in"
+        why = "has no tokenizer, so its answers have no text to search"
         raise UserError(f"--stop={stops.texts[0]}: {asked.checkpoint} {why}")
     if _WATCH.value and (count := len(asked.requests)) > MOST:
         raise UserError(f"--watch={_WATCH.value}: a page plays {MOST} prompts at most; {_INPUT.value} holds {count}")

@@ -69,7 +69,7 @@ def main() -> None:
         if flag.present:
             raise UserError(f"--{flag.name} goes with --{'config' if _DATA.value else 'data'}; --help explains")
     if _VERIFY.value and _HTML.value:
-        raise UserError("--verify shows no row, of which --html could be a page; leave one of them out")
+        raise UserError("--verify shows no row that --html could write; leave one of them out")
     if _HTML.value:
         check_file("html", epath.Path(_HTML.value), data_page.BEGINNING if is_page else BEGINNING)
     if is_page:
@@ -87,7 +87,7 @@ def main() -> None:
             raise UserError(f"--place={place}: a batch holds rows 0 to {config.batch_size - 1}")
         if _WORKDIR.value:
             if not (epath.Path(_WORKDIR.value) / "config.json").exists():
-                raise UserError(f"--workdir={_WORKDIR.value}: holds no run, whose tokenizer is asked for")
+                raise UserError(f"--workdir={_WORKDIR.value}: holds no run to take the tokenizer from")
             check_same_run(epath.Path(_WORKDIR.value), config, resumable=set(config) - _OF_ROWS)
         tokenizer, rows, batch = training_batch(config, _WORKDIR.value, _STEP.value - 1)
         title = f"row {place} of the batch of step {_STEP.value}, objective {config.objective}"

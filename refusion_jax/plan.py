@@ -78,7 +78,7 @@ def main() -> None:
         return
     if (_CONFIG.value is None) == (_HLO.value is None) or _TOPOLOGY.value is None:
         raise UserError(
-            "--config=configs/NAME.py and --topology=GENERATION:SHAPE are needed, or --hlo=FILE for the first; "
+            "--config=configs/NAME.py and --topology=GENERATION:SHAPE are needed, or --hlo=FILE in place of --config; "
             "--help explains"
         )
     check_use(kind)
@@ -99,7 +99,7 @@ def main() -> None:
     check(config)
     for name in systems().keys() - found_everywhere().keys():
         if systems()[name].section in config or name == config.objective:
-            raise UserError(f"system {name!r}: --config registers it, and the compiler, a process of its own, lacks it")
+            raise UserError(f"system {name!r}: --config registers it, and the compiler's process does not know it")
     if kind == "decode":
         given = command.given()
         settings = own_settings(given.get("method") or default_decoder(config.objective), given)
@@ -130,7 +130,7 @@ def check_use(kind: str) -> None:
     """Raises UserError if this kind of plan does not use a flag: its verdict would ignore it."""
     given = {name for name in set().union(*_USES.values()) if flags.FLAGS[name].value != flags.FLAGS[name].default}
     for name in sorted(given - _USES[kind]):
-        raise UserError(f"--{name}: is of no use with {'--hlo' if kind == 'hlo' else f'--what={kind}'}")
+        raise UserError(f"--{name}: cannot be used with {'--hlo' if kind == 'hlo' else f'--what={kind}'}")
 
 
 def show_verdict(record: dict, find_fix: Callable[[], str]) -> None:

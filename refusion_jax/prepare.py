@@ -195,7 +195,7 @@ def main() -> None:
     if not _INPUT.value or _OUTPUT.value is None or flag["tokenizer"] is None:
         raise UserError("--input, --output and --tokenizer are needed; --help explains")
     if is_remote(_OUTPUT.value) and not _OUTPUT.value.startswith("gs://"):
-        raise UserError(f"--output={_OUTPUT.value}: rows are read from a disk or gs:// alone; name a place there")
+        raise UserError(f"--output={_OUTPUT.value}: rows are read only from a disk or gs://; name a place there")
     if not is_remote(_OUTPUT.value):
         flag_values.check_output("output", Path(_OUTPUT.value), directory=True)
         flag_values.check_apart(_OUTPUT.value, _INPUT.value)
@@ -210,7 +210,7 @@ def main() -> None:
         output, line = epath.Path(_OUTPUT.value), command_line(inputs)
         manifest = Preparation(chunks, output, settings, tokenizer, line, runner, bar.started, bar.advance).run()
     except KeyboardInterrupt:
-        raise KeyboardInterrupt("interrupted; the same command goes on from here") from None
+        raise KeyboardInterrupt("interrupted; the same command resumes from here") from None
     finally:
         bar.close()
     print(f"{_OUTPUT.value}: {describe(manifest)}")

@@ -92,7 +92,7 @@ def main() -> None:
     # An empty key would match all requests without a key.
     keys = [key for key in _KEYS.value or os.environ.get("REFUSION_API_KEY", "").split(",") if key]
     if _KEYS.present and not keys:
-        raise UserError("--api_key: holds no key; without the flag, everybody may ask")
+        raise UserError("--api_key: holds no key; without the flag, all requests are served")
     with needs("serve"):
         import uvicorn
 

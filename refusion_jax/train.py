@@ -152,7 +152,7 @@ def compile_into_cache(config: ml_collections.ConfigDict, workdir: epath.Path, p
     """Compiles the step into the cache of compiled programs, for the next start."""
     compiled_code.keep_compiled(workdir / "compilation_cache", config.compilation_cache)
     if not (place := jax.config.jax_compilation_cache_dir):
-        raise UserError("--compile_only: no compiled programs are kept here; --config.compilation_cache=shared does")
+        raise UserError("--compile_only: nothing compiled is kept here; --config.compilation_cache=shared keeps it")
     began = time.monotonic()
     with jax.set_mesh(mesh):
         memory = program.compiled_step(program.target).memory_analysis()
@@ -214,7 +214,7 @@ def main() -> None:
     if _CONFIG.value is None or _WORKDIR.value is None:
         raise UserError("--config=configs/NAME.py and --workdir=DIR are needed; --help explains")
     if other := [key for key in _ALLOW.value if key.split(".")[0] not in CHANGEABLE]:
-        raise UserError(f"--allow_change={other[0]}: cannot change in a run; what can: {', '.join(CHANGEABLE)}")
+        raise UserError(f"--allow_change={other[0]}: cannot change in a run; these can: {', '.join(CHANGEABLE)}")
     host.keep_freed_memory()
     with processes.together(_PEERS.value, _LOST.value):
         if _PROFILE.value:

@@ -117,7 +117,7 @@ def test_adapters_are_trained_alone_saved_alone_and_merged_on_export(source, tmp
     jax.tree.map(np.testing.assert_array_equal, load_items(tmp_path / "parts" / "checkpoints" / "4"), saved)
 
     _, err = run("convert", "--format=peft", f"--from={tmp_path}/run", f"--to={tmp_path}/peft", code=2)
-    assert "--format=peft holds adapters alone, and attention_norm was trained, too" in err
+    assert "--format=peft holds only adapters, but attention_norm was trained, too" in err
     with (tmp_path / "run" / "metrics.jsonl").open("a") as metrics:
         metrics.write('{"step": 5, "lo')  # as a kill leaves it
     run("convert", "--format=huggingface", f"--from={tmp_path}/run", f"--to={tmp_path}/export")
@@ -160,12 +160,12 @@ def test_adapters_go_to_peft_and_come_back(source, tmp_path):
     assert "holds no checkpoint; give the --workdir of a training run" in err
     run(*recipe(source, tmp_path / "more", init_from=tmp_path / "peft", **flags | {"steps": 2}))
     _, err = run("convert", "--format=peft", f"--from={tmp_path}/more", f"--to={tmp_path}/ours", code=2)
-    assert f"--format=peft: what the run adapts, {tmp_path}/peft, is no directory in the form of transformers" in err
+    assert f"--format=peft: what the run adapts, {tmp_path}/peft, is not a directory in the form of transformers" in err
     own = json.loads((tmp_path / "more" / "config.json").read_text())
     for base in (tmp_path / "run", released(tmp_path / "llada", "llada")):  # whose tensors have names of their own
         (tmp_path / "more" / "config.json").write_text(json.dumps(own | {"init_from": str(base)}))
         _, err = run("convert", "--format=peft", f"--from={tmp_path}/more", f"--to={tmp_path}/ours", code=2)
-        assert f"what the run adapts, {base}, is no directory in the form of transformers" in err
+        assert f"what the run adapts, {base}, is not a directory in the form of transformers" in err
     config = json.loads((tmp_path / "peft" / "adapter_config.json").read_text())
     assert config["base_model_name_or_path"] == str(source)  # from wherever it is read
     for name, value, said in (
@@ -268,10 +268,10 @@ def test_an_embedding_smaller_than_the_tokenizer_is_padded_and_its_padding_never
         ({"model.hidden_size": 32}, "--config.model.hidden_size=32: "),
         ({"model.hidden_size": 32, "model.head_dim": 4}, " and other values of head_dim; a config file"),
         ({"model.vocab_size": 310}, "--config.model.vocab_size=310: "),
-        ({"init_from": "nowhere"}, "--config.init_from=nowhere is no directory"),
+        ({"init_from": "nowhere"}, "--config.init_from=nowhere is not a directory"),
         ({"lora.rank": 4, "init_from": ""}, "--config.lora.rank=4: adapters need weights to adapt"),
         ({"lora.rank": 4, "lora.targets": "proj"}, "--config.lora.targets=proj: names none of q_proj, "),
-        ({"lora.rank": 4, "lora.full": "("}, "--config.lora.full=(: is no regular expression: "),
+        ({"lora.rank": 4, "lora.full": "("}, "--config.lora.full=(: is not a regular expression: "),
         ({"lora.rank": 4, "lora.full": "input_layernorm"}, "--config.lora.full=input_layernorm: names none of "),
     ],
 )

@@ -84,7 +84,7 @@ def test_turns_have_the_history_that_fits_by_the_chat_template(talker):
     code, out, err = chat(talker, [*lines, "x " * 200], *(f"--decode.{name}={x}" for name, x in sizes.items()))
     assert code == 2, err
     *notes, error = err.splitlines()
-    assert re.fullmatch("error: the turn: has .* tokens, of at most 144 before 16 more", error)
+    assert re.fullmatch("error: the turn: has .* tokens; at most 144 fit before 16 more", error)
     *answers, rest = HELP.split(out)
     assert rest == ""
     assert answers[-2:] == [answers[-3], answers[0]]

@@ -52,7 +52,7 @@ PLAN = ["plan", "--config=configs/quickstart.py", "--topology=v5e:2x2"]
 DUMP = ["plan", "--hlo=none", "--topology=v5e:2x2"]
 
 BAD = {
-    "unknown key": ([*TRAIN, NEW, "--config.learning_rat=1"], "--config.learning_rat is no config key; did you mean"),
+    "unknown key": ([*TRAIN, NEW, "--config.learning_rat=1"], "--config.learning_rat is not a config key; did you"),
     "unknown flag": ([*TRAIN, "--wrokdir=x"], "Unknown command line flag 'wrokdir'"),
     "wrong type": ([*TRAIN, NEW, "--config.steps=many"], "config.steps"),
     "argument that is no flag": ([*TRAIN, NEW, "steps=3"], "unexpected argument 'steps=3': every setting is a --flag"),
@@ -66,14 +66,14 @@ BAD = {
     ),
     "config file with an unknown key": (
         ["train", "--config={dir}/old.py", NEW],
-        "--config: learning_rte is no config key",
+        "--config: learning_rte is not a config key",
     ),
     "config file that returns nothing": (["train", "--config={dir}/nothing.py", NEW], "get_config() must return what"),
     "seconds without end": ([*TRAIN, NEW, "--peer_seconds=inf"], "--peer_seconds=inf: must be a number between"),
     "unknown variant": (["train", "--config=configs/small.py:x", NEW], "unknown variant 'x'; known: stdlib"),
     "no workdir": (TRAIN, "--config=configs/NAME.py and --workdir=DIR are needed"),
     "workdir is a file": ([*TRAIN, "--workdir={dir}/good.jsonl"], "good.jsonl: is a file"),
-    "workdir named as a pattern": ([*TRAIN, "--workdir={dir}/run[1]"], "run[1]: has [ in it"),
+    "workdir named as a pattern": ([*TRAIN, "--workdir={dir}/run[1]"], "run[1]: contains [;"),
     "key that is not UTF-8": ([*TRAIN, NEW, "--config.data.query_field=\udcff"], "must be text in UTF-8"),
     "workdir of another config": (
         [*TRAIN, "--workdir={run}", "--config.learning_rate=1e-4", "--config.seed=1"],
@@ -115,7 +115,7 @@ BAD = {
     "empty stop string": ([*GENERATE, "--prompt=x", "--stop="], "--stop=: is empty"),
     "two configs": (["train", "--config=a.py", "--config=b.py"], "--config=a.py --config=b.py: give one config, and"),
     "counts that nobody made": (["bench", "calibration", "--output={dir}/new"], "new: only --compile makes new counts"),
-    "output is not to be read": ([*ONE, "--output=/proc/self/mem"], "=/proc/self/mem: is there already, and not to be"),
+    "output is not to be read": ([*ONE, "--output=/proc/self/mem"], "=/proc/self/mem: exists already, and cannot be"),
     "output is a directory": ([*ONE, "--output={dir}"], "is a directory"),
     "tokenizer of nothing": (["train_tokenizer", "--input={dir}/none.txt", "--output={dir}/t.model"], "does not exist"),
     "goodput of nothing": (["goodput", "--workdir={dir}"], "holds no events.jsonl of a training run"),
@@ -124,19 +124,19 @@ BAD = {
     "other objective": ([*TRAIN, NEW, "--config.llada.shuffle=1"], "=True: has no effect without --config.objective"),
     "no families": ([*TRAIN, NEW, "--config.data.difficulty=2"], "=2: has no effect without --config.data.path=fam"),
     "no tasks": ([*TRAIN, NEW, "--config.eval.include_path=."], "=.: has no effect without --config.eval.tasks"),
-    "no tokenizer": ([*TRAIN, NEW, "--config.data.tokenizer={dir}/t"], "--config.data.tokenizer={dir}/t: is no file"),
+    "no tokenizer": ([*TRAIN, NEW, "--config.data.tokenizer={dir}/t"], "data.tokenizer={dir}/t: is not a file"),
     "data in no store": ([*TRAIN, NEW, "--config.data.path=http://x/y"], "--config.data.path=http://x/y: names no"),
     "output over the model": (
         [*ONE, "--output={run}/model.json"],
-        "model.json: is there already, and not answers; name another place",
+        "model.json: exists already, and does not hold answers; name another place",
     ),
     "answers over another file": (
         [*ONE, "--output={dir}/good.jsonl"],
-        "--output={dir}/good.jsonl: is there already, and not answers",
+        "--output={dir}/good.jsonl: exists already, and does not hold answers",
     ),
     "page over another file": (
         [*ONE, "--watch={dir}/good.jsonl"],
-        "--watch={dir}/good.jsonl: is there already, and no page of ours",
+        "--watch={dir}/good.jsonl: exists already, and is not a page of ours",
     ),
     "page of no row": (["inspect_data", "--data={dir}", "--verify", "--html={dir}/new.html"], "--verify shows no row"),
     "page over the answers": ([*GENERATE, "--prompt=x", "--watch={dir}/out.jsonl"], "out.jsonl: is the --output, too"),
@@ -152,7 +152,7 @@ BAD = {
     "page of a decoder that cannot": ([*ONE, "--watch={dir}/new.html", "--compare=ar"], "--compare=ar: "),
     "output between the weights": (
         [*ONE, "--output={run}/checkpoints/60/new.jsonl"],
-        "new.jsonl: lies between the weights of the model",
+        "new.jsonl: lies among the weights of the model",
     ),
     "nothing to prepare": (["prepare", "--output={dir}/new"], "--input, --output and --tokenizer are needed"),
     "input that is not there": ([*PREPARE, "--input={dir}/none*"], "none*: no such file"),
@@ -187,7 +187,7 @@ BAD = {
     ),
     "tokenizer over another file": (
         ["train_tokenizer", "--input={dir}/good.jsonl", "--output={run}/model.json"],
-        "model.json: is there already, and no tokenizer of ours",
+        "model.json: exists already, and is not a tokenizer of ours",
     ),
     "a corpus and another": (["train_tokenizer", "--input=a", "--input=b"], "--input=b: already defined as a"),
     "numbers that are no digits": (["bench", "decode", "--batch_sizes=8,²"], "must be numbers from 1 to"),
@@ -195,7 +195,7 @@ BAD = {
     "inspecting nothing": (["inspect_data", "--data={dir}"], "holds no rows (there is no manifest.json)"),
     "inspecting by no run": (
         ["inspect_data", "--config=configs/quickstart.py", "--workdir={dir}"],
-        "holds no run, whose tokenizer is asked for",
+        "holds no run to take the tokenizer from",
     ),
     "inspecting another run": (
         ["inspect_data", *TRAIN[1:], "--workdir={run}", "--config.seed=1", "--config.data.examples=400"],
@@ -214,7 +214,7 @@ BAD = {
     ),
     "page over a page": (
         ["report", "--workdir={run}", "--output={dir}/taken"],
-        "taken/index.html: is there already, and no page of ours",
+        "taken/index.html: exists already, and is not a page of ours",
     ),
     "page in a file": (["report", "--workdir={run}", "--output={dir}/taken/index.html"], "index.html: is a file"),
     "no benchmark": (["bench"], "bench '': unknown; known: calibration, decode, "),
@@ -224,7 +224,7 @@ BAD = {
     "no model to serve": (["serve", "--checkpoint=/nowhere"], "/nowhere"),
     "no key": ([*SERVE, "--api_key="], "--api_key: holds no key"),
     "no port": ([*SERVE, "--port=70000"], "--port"),
-    "no host": ([*SERVE, "--host=no.such.host.invalid"], "--host=no.such.host.invalid: no address"),
+    "no host": ([*SERVE, "--host=no.such.host.invalid"], "--host=no.such.host.invalid: not an address"),
     "answers without room": ([*SERVE, "--decode.max_new_tokens=64"], "--decode.max_new_tokens=64: leaves no room"),
     "texts beyond the model": ([*SERVE, "--decode.cache_length=99"], "--decode.cache_length=99: the model reads 64"),
     "decoder of another model": ([*SERVE, "--decode.method=apd"], "--decode.method=apd"),
@@ -244,7 +244,7 @@ BAD = {
         "--adapt_from=ar: is not among --systems=card",
     ),
     "comparison at no cost": ([*HEADLINE, "--speed_proxy=600x2"], "=600x2: must be a multiple of 128, x and"),
-    "drill over a run": (["drill", *TINY_RUN, "--workdir={run}"], "{run} holds checkpoints, which is of no drill"),
+    "drill over a run": (["drill", *TINY_RUN, "--workdir={run}"], "{run} holds checkpoints, which no drill wrote"),
     "drill of no kind": (["drill", *TINY_RUN, NEW, "--kinds=flood"], "--kinds=flood: unknown; known: kill, term,"),
     "conversion over a run": (
         ["convert", "--format=orbax", "--from={run}", "--to={run}"],
@@ -253,13 +253,13 @@ BAD = {
     "measuring no GPU": (["bench", "gpu", "--output={dir}/new"], "--rehearse tries it"),
     "rows for a decoder": (
         [*PLAN, "--what=decode", "--rows_per_chip=64"],
-        "--rows_per_chip: is of no use with --what=decode",
+        "--rows_per_chip: cannot be used with --what=decode",
     ),
-    "decoding for training": ([*PLAN, "--decode.batch_size=4"], "--decode.batch_size: is of no use with --what=train"),
-    "a kind of foreign program": ([*DUMP, "--what=decode"], "--what: is of no use with --hlo"),
+    "decoding for training": ([*PLAN, "--decode.batch_size=4"], "--decode.batch_size: cannot be used with --what=tr"),
+    "a kind of foreign program": ([*DUMP, "--what=decode"], "--what: cannot be used with --hlo"),
     "decoding for a foreign program": (
         [*DUMP, "--decode.batch_size=4"],
-        "--decode.batch_size: is of no use with --hlo",
+        "--decode.batch_size: cannot be used with --hlo",
     ),
 } | {  # which every setup has of its own
     f"{flag} of bench decode": (["bench", "decode", f"--{flag}=7"], f"Unknown command line flag '{flag}'")

@@ -103,7 +103,7 @@ def test_the_keys_that_must_hold_are_there():
         ({"objective": "gan"}, "objective=gan: unknown; known: ar, .*refusion"),
         ({"schedule": "step"}, "schedule=step: unknown; known: cosine, wsd, constant"),
         ({"steps": 0}, "steps=0: must be at least 1"),
-        ({"eval.decode": "temprature=1"}, "'temprature' is no setting; did you mean temperature?"),
+        ({"eval.decode": "temprature=1"}, "'temprature' is not a setting; did you mean temperature?"),
         ({"learning_rate": 0.0}, "learning_rate=0.0: must be above 0"),
         ({"weight_decay": -1.0}, "weight_decay=-1.0: must be at least 0"),
         (

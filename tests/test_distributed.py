@@ -227,7 +227,7 @@ def test_a_signal_is_passed_on_and_nothing_is_started_again(stand_in):
         ({"JAX_NUM_PROCESSES": "2", "JAX_COORDINATOR_ADDRESS": "h:1"}, "JAX_PROCESS_ID is not set, but .* are"),
         (
             {"JAX_NUM_PROCESSES": "2", "JAX_COORDINATOR_ADDRESS": "h:1", "JAX_PROCESS_ID": "2"},
-            "JAX_PROCESS_ID=2 must be a number from 0 to below JAX_NUM_PROCESSES=2",
+            "JAX_PROCESS_ID=2 must be at least 0 and below JAX_NUM_PROCESSES=2",
         ),
         (
             {"JAX_NUM_PROCESSES": "2", "JAX_COORDINATOR_ADDRESS": "h", "JAX_PROCESS_ID": "1"},

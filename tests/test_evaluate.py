@@ -166,7 +166,7 @@ def test_bad_input_is_named(loaded, trained_run, tasks, tmp_path, monkeypatch):
             benchmark.load_tasks(plan)
     lm = EvaluatedModel(*loaded, name="tiny", method="refusion", flags={})
     for old, new, message in (
-        ('"{{{{question}}}}"', "3", "--tasks=sums: it cannot be asked: AssertionError: Context is not a string"),
+        ('"{{{{question}}}}"', "3", "--tasks=sums: it cannot be run: AssertionError: Context is not a string"),
         ('["\\n\\n"]', "[3]", r"--tasks=sums: until=\[3\] must be texts"),
         ("{{{{question}}}}", "{{{{ nobody }}}}", "--tasks=sums: it cannot be loaded: .* 'nobody' is undefined"),
         ("'####'", "'####' if question != 'Sort 5 5 3 5.' else nobody", "--tasks=sums: it cannot be asked"),

@@ -343,7 +343,7 @@ def test_what_cannot_track_is_refused_before_training(tmp_path):
         _, err = run("train", *TINY_RUN, f"--workdir={tmp_path}/run", f"--config.tracker={name}", code=2)
         return err
 
-    known = "known, with commas between: tensorboard, wandb, trackio\n"
+    known = "known, comma-separated: tensorboard, wandb, trackio\n"
     assert refused("tensorboard,mlflow") == f"error: --config.tracker=tensorboard,mlflow: 'mlflow' is unknown; {known}"
     for name in ("wandb", "trackio"):
         if importlib.util.find_spec(name) is None:

@@ -263,7 +263,7 @@ def test_settings_that_scoring_has_no_use_for_are_refused(trained_run, prepared,
         _, err = run("evaluate", *flags, setting, code=2)
         assert (
             err.strip()
-            == f"error: {setting.split('=')[0]}: is of no use with --data, whose text is scored, not decoded"
+            == f"error: {setting.split('=')[0]}: cannot be used with --data, whose text is scored, not decoded"
         )
     assert not (tmp_path / "out").exists()
     found = held_out(trained_run, prepared, tmp_path / "out", "--decode.slot_size=4", "--limit=3", "--decode.seed=1")

@@ -282,7 +282,7 @@ BAD = {
         "config.json cannot be read: hidden_size: Field required",
     ),
     "no mask token": (lambda p: change_config(p, mask_token_id="gone"), "has no mask_token_id; name one with --mask"),
-    "mask out of range": (lambda p: change_config(p, mask_token_id=99), "mask_token_id=99 is no row of the embedding"),
+    "mask out of range": (lambda p: change_config(p, mask_token_id=99), "mask_token_id=99 is not a row of the embed"),
     "more tokens than rows": (
         lambda p: change_config(p, refusion_jax={"num_tokens": 99}),
         "num_tokens=99 are more than vocab_size=32",
@@ -325,7 +325,7 @@ def test_a_tensor_stands_in_one_place_and_in_that_of_the_index(tmp_path):
     file, four = tmp_path / "model.safetensors", {"dtype": "F8_E4M3", "shape": [4], "data_offsets": [0, 4]}
     for header, said in (
         ({"x": four, "y": four}, "its tensors do not follow each other"),
-        ({"": {}}, "'' is no tensor"),
+        ({"": {}}, "'' is not a tensor"),
     ):
         content = json.dumps(header).encode()
         file.write_bytes(len(content).to_bytes(8, "little") + content + bytes(4))

@@ -290,9 +290,9 @@ def test_a_data_set_of_the_hub_is_read_at_the_commit_of_its_revision(tmp_path, t
     assert list(manifest["sources"]) == [f"hf://datasets/o/n@{COMMIT}"]
     assert other.returncode == 2
     assert other.stderr.startswith("error: --input=hf://datasets/o/other: ")
-    for name, why in (("datasets/gsm8k", ""), ("datasets/o/", ""), ("datasets/@v1", ""), ("o/n", "is no data set")):
+    for name, why in (("datasets/gsm8k", ""), ("datasets/o/", ""), ("datasets/@v1", ""), ("o/n", "is not a data set")):
         with pytest.raises(UserError, match=f"--input=hf://{name}: {why}"):
             pinned(f"hf://{name}")
     data = config_with(**{"data.path": "hf://o/n"}).data  # a model's
-    with pytest.raises(UserError, match="--config.data.path=hf://o/n: is no data set"):
+    with pytest.raises(UserError, match="--config.data.path=hf://o/n: is not a data set"):
         next(read_examples(data, seed=0))

@@ -76,8 +76,8 @@ def test_what_is_in_the_way_is_not_touched(tmp_path):
     before = (tmp_path / "journal").read_bytes()
     for name, call, said in (
         ("journal", CALL | {"prompts": "x", "settings": "y"}, "with another prompts and settings: give what it was"),
-        ("text", CALL, "no journal of answers: move it away"),
-        ("short", CALL, "no journal of answers: move it away"),
+        ("text", CALL, "not a journal of answers: move it away"),
+        ("short", CALL, "not a journal of answers: move it away"),
     ):
         with pytest.raises(UserError, match=f"{name} .*{said}"):
             Journal(tmp_path / name, call, range(5))

@@ -305,7 +305,7 @@ def test_an_interrupted_one_tells_how_to_go_on(tmp_path, tokenizer_file):
     wait_until(lambda: list((tmp_path / "out" / ".progress").glob("done-*.json")), process)
     process.send_signal(signal.SIGINT)
     _, err = process.communicate(timeout=300)
-    assert (process.returncode, err) == (130, "error: interrupted; the same command goes on from here\n")
+    assert (process.returncode, err) == (130, "error: interrupted; the same command resumes from here\n")
 
 
 def test_workers_that_die_are_told_in_one_line_in_every_pass(tmp_path):

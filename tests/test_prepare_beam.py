@@ -70,7 +70,7 @@ def test_a_killed_pipeline_goes_on_where_it_was(tmp_path, tokenizer_file):  # no
         wait_until(lambda name=name: len(list(progress.glob(name))) >= 3, process)
         kill(process.pid, how)
         _, err = process.communicate()
-    assert err == "error: interrupted; the same command goes on from here\n"  # and nothing of Beam's workers
+    assert err == "error: interrupted; the same command resumes from here\n"  # and nothing of Beam's workers
     assert not (tmp_path / "killed" / "manifest.json").exists()
     run("prepare", *flags, f"--output={tmp_path}/killed", "--runner=beam")
     assert contents(tmp_path / "killed") == contents(tmp_path / "straight")

@@ -143,7 +143,7 @@ def test_a_mixture_of_directories(prepared, tokenizer_file, tmp_path):
     ("path", "keys", "said"),
     [
         ("{0}/a", {"row_length": 32}, "--config.row_length=32: .*/a holds rows of 64 tokens; give that"),
-        ("{0}/a,{0}/a.jsonl", {}, "a.jsonl is no prepared directory, and only these can be mixed"),
+        ("{0}/a,{0}/a.jsonl", {}, "a.jsonl is not a prepared directory, and only those can be mixed"),
         ("{0}/a,{0}/b", {"data.weights": (1,)}, "must be a number above 0 for each of the 2 directories"),
         ("{0}/a,{0}/b", {"data.weights": (1, 0)}, "must be a number above 0"),
         ("{0}/a,{0}/b", {"data.weights": (1, 99999)}, "the smallest is less than 1/4096 of their sum"),
@@ -257,5 +257,5 @@ def test_several_prepared_directories_are_held_out_together(prepared, tmp_path):
     tokenizer, _ = load_dataset(config, tmp_path)
     assert [len(rows) for rows in find_held_out(config, tokenizer)] == [len(PreparedRows(str(x))) for x in (a, b)]
     config.eval.path = f"{a},tasks"
-    with pytest.raises(UserError, match="--config.eval.path: tasks is no prepared directory, and only these can be"):
+    with pytest.raises(UserError, match="--config.eval.path: tasks is not a prepared directory, and only those can be"):
         find_held_out(config, tokenizer)

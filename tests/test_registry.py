@@ -82,7 +82,7 @@ def test_a_decoder_of_models_that_no_system_trains_is_told_of(folder, capsys):
     registry.found_everywhere.cache_clear()
     (folder / "odd.py").write_text(copy_of_llada("odd").replace('("r2ft",)', '("r2ft", "lada", "plain")'))
     assert "odd" in registry.systems()
-    assert capsys.readouterr().err == "system 'odd': decodes='lada' is no system\n"
+    assert capsys.readouterr().err == "system 'odd': decodes='lada' is not a system\n"
 
 
 def test_a_new_system_is_found_by_its_name_and_trains_and_decodes(monkeypatch):
@@ -96,7 +96,7 @@ def test_a_new_system_is_found_by_its_name_and_trains_and_decodes(monkeypatch):
         references={"toy": llada.references["llada"]},
         section="toy",
     )
-    with pytest.raises(UserError, match="system 'toy': decodes='lada' is no system"):
+    with pytest.raises(UserError, match="system 'toy': decodes='lada' is not a system"):
         registry.register(dataclasses.replace(toy, decodes=("lada",)))
     registry.register(toy)
     config = config_with(objective="toy", **{"toy.padding": 0.5})
@@ -142,7 +142,7 @@ def test_two_systems_that_decode_each_others_models_are_registered_one_of_them_t
         return dataclasses.replace(llada, name=name, section=name, decoders=own, references=own, decodes=(other,))
 
     first, second = one_of_two("first", "second"), one_of_two("second", "first")
-    with pytest.raises(UserError, match="system 'first': decodes='second' is no system"):
+    with pytest.raises(UserError, match="system 'first': decodes='second' is not a system"):
         registry.register(first)
     for system in (dataclasses.replace(first, decodes=()), second, first):
         registry.register(system)

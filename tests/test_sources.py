@@ -318,7 +318,7 @@ def test_rules_of_datatrove_and_languages_leave_out_and_change_texts(tmp_path, t
     found = " ".join(tokenizer.decode(response) for _, response in documents(tmp_path / "1"))
     assert "email@example.com or 22.214.171.124 or 10.0.0.1" in found
     assert found.count("@") == 2
-    with pytest.raises(UserError, match="--languages: 'english' is none that is known; these are all, af, am"):
+    with pytest.raises(UserError, match="--languages: 'english' unknown; known: all, af, am"):
         Filters(FilterSettings(languages=("en", "english")))
 
 

@@ -245,7 +245,7 @@ def test_a_hostile_grammar_is_refused_in_one_sentence_or_followed_in_bounds(worl
     except UserError as error:
         outcome = str(error)
     if name in FOLLOWED:
-        assert outcome in ("length", "eos") or outcome.startswith("the answer cannot go on under its grammar: ")
+        assert outcome in ("length", "eos") or outcome.startswith("the answer cannot continue under its grammar: ")
     else:
         assert outcome.startswith("field: ")
     assert "\n" not in outcome

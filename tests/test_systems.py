@@ -334,7 +334,7 @@ def test_a_decoder_is_its_plain_reference_and_commits_every_position_once(name, 
     assert saved or name not in LOSSLESS
     graphdef, params = nnx.split(model)
     diverged = nnx.merge(graphdef, jax.tree.map(lambda weight: weight * jnp.nan, params))
-    with pytest.raises(UserError, match=f"the decoder '{name}' commits what is no token"):
+    with pytest.raises(UserError, match=f"the decoder '{name}' commits what is not a token"):
         list(stream(diverged, requests))
 
 

@@ -102,7 +102,7 @@ def test_what_may_change_on_resume_changes_and_is_logged(trained_run, tmp_path):
     _, err = run("train", *TINY_RUN, f"--workdir={workdir}", *changes, code=2)
     assert "(differs in data.path, learning_rate): give the flags" in err
     _, err = run("train", *TINY_RUN, f"--workdir={workdir}", *changes, "--allow_change=seed", code=2)
-    assert "--allow_change=seed: cannot change in a run; what can: learning_rate, " in err
+    assert "--allow_change=seed: cannot change in a run; these can: learning_rate, " in err
     out, _ = run("train", *TINY_RUN, f"--workdir={workdir}", *changes, "--allow_change=learning_rate,data")
     assert "changed: learning_rate: 0.002 -> 1e-05" in out
     assert read_metrics(workdir)[-1]["learning_rate"] < 1.1e-5 < read_metrics(workdir)[58]["learning_rate"]
@@ -196,8 +196,8 @@ def test_tasks_that_cannot_be_scored_while_training_are_refused_before_it(traine
         TaskScores(config, tokenizer, train_program(config, read_model_config(trained_run), mesh))
 
     for keys, message in (
-        ({"tasks": "sums", "include_path": "/none"}, "--config.eval.include_path=/none is no directory"),
-        ({"tasks": "sums", "decode": "slot_size"}, "--config.eval.decode='slot_size': '' is no number"),
+        ({"tasks": "sums", "include_path": "/none"}, "--config.eval.include_path=/none is not a directory"),
+        ({"tasks": "sums", "decode": "slot_size"}, "--config.eval.decode='slot_size': '' is not a number"),
         ({"decode": "method=ar"}, "--config.eval.decode='method=ar': models of objective=refusion are decoded by ref"),
         ({"decode": "slot_size=0"}, "--config.eval.decode='slot_size=0': slot_size=0: must be at least 1"),
         ({"tasks": "sums", "decode": "max_new_tokens=60"}, "--config.eval.tasks=sums: .*64 tokens.*; give at most 48"),

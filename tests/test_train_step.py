@@ -142,7 +142,7 @@ def test_a_batch_with_what_is_no_token_trains_nothing_and_ends_the_run(part):
         assert all(jax.tree.leaves(jax.tree.map(jnp.array_equal, before.params, state.params))) == (step == 1)
         health.after_step(now := Now(step, state, metrics, is_end=False, is_preempted=False))
     with pytest.raises(
-        UserError, match="objective: [1-9][0-9]* inputs or labels with a weight of step 1 are no tokens"
+        UserError, match="objective: [1-9][0-9]* inputs or labels with a weight of step 1 are not tokens"
     ):
         health.before_save(now)
 
@@ -337,4 +337,4 @@ def test_narrow_products_of_experts_are_refused(name):
     config = config_with(quantization=name, **{f"model.{key}": value for key, value in experts.items()})
     with pytest.raises(SettingError, match="quantization") as error:
         train_program(config, model_config(config), make_mesh({"fsdp": 1}, jax.devices()[:1]))
-    assert error.value.as_flag.startswith(f"--config.quantization={name}: a model with experts")
+    assert error.value.as_flag.startswith(f"--config.quantization={name}: models with experts")

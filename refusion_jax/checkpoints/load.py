@@ -164,7 +164,7 @@ def load_params(path: epath.Path, target: dict[str, Any]) -> dict[str, Any]:
         return restore_params(path, target)
     lora, base = adapted
     if not base.is_dir():
-        raise UserError(f"{path} holds adapters of {base}, which is no directory from here")
+        raise UserError(f"{path} holds adapters of {base}, which is not a directory from here")
     trained = restore_params(path, lora.targets_like(target))
     return _merge(lora, combine(lora.without_adapters(trained), load_params(base, target)), trained, target)
 

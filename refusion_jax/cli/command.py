@@ -87,7 +87,7 @@ def parse_with_config(
     logging.set_verbosity(logging.WARNING)
     given = values["config"] if "config" in values else None
     if given is not None and given.present and not isinstance(given.value, ml_collections.ConfigDict):
-        raise UserError(f"{config_flag(argv)}: get_config() must return what it makes of default_config()")
+        raise UserError(f"{config_flag(argv)}: get_config() must return a config made from default_config()")
     return rest
 
 
@@ -262,7 +262,7 @@ def config_fault(argv: Sequence[str], names: Iterable[str]) -> UserError | None:
         if name.startswith("config.") and names and name.removeprefix("config.") not in names:
             close = difflib.get_close_matches(name, [f"config.{known}" for known in names], n=1)
             hint = f"did you mean --{close[0]}?" if close else "--help with this --config lists them"
-            return UserError(f"--{name} is no config key; {hint}")
+            return UserError(f"--{name} is not a config key; {hint}")
     return None
 
 

@@ -55,7 +55,7 @@ def check_reachable(flag: str, path: str) -> None:
 def read_counts(flag: str, values: Sequence[str]) -> list[int]:
     """The numbers in a flag's list, each at least 1."""
     if not values or not all(x.isascii() and x.isdecimal() and len(x) < 10 and int(x) for x in values):
-        raise UserError(f"--{flag}={','.join(values)}: must be numbers from 1 to 999,999,999 with commas between")
+        raise UserError(f"--{flag}={','.join(values)}: must be numbers from 1 to 999,999,999, comma-separated")
     return [int(x) for x in values]
 
 
@@ -68,8 +68,8 @@ def check_output(flag: str, path: epath.PathLike, directory: bool = False) -> No
     path = Path(path).absolute()
     if directory and (signs := set("*?[\\") & set(str(path))):
         raise UserError(
-            f"--{flag}={path}: has {min(signs)} in it; Orbax takes a path for a pattern, and would not "
-            f"find its files again: name another directory"
+            f"--{flag}={path}: contains {min(signs)}; Orbax reads paths as patterns, and would not find its files "
+            f"again: name another directory"
         )
     real = Path(os.path.realpath(path))
     nearest = next(p for p in (real, *real.parents) if p.exists())
@@ -86,7 +86,7 @@ def check_output(flag: str, path: epath.PathLike, directory: bool = False) -> No
         raise UserError(f"--{flag}={path}: {reason}")
 
 
-def check_file(flag: str, path: epath.PathLike, beginning: bytes, kind: str = "no page of ours") -> None:
+def check_file(flag: str, path: epath.PathLike, beginning: bytes, kind: str = "is not a page of ours") -> None:
     """Refuses a path where no file can be written, and an existing file without `beginning`, as it is not of this kind.
 
     An empty file passes, as from `mktemp`, and so does anything that is not a file: a pipe, a device.
@@ -98,9 +98,9 @@ def check_file(flag: str, path: epath.PathLike, beginning: bytes, kind: str = "n
             with path.open("rb") as file:
                 found = file.read(len(beginning))
         except OSError as error:
-            raise UserError(f"--{flag}={path}: is there already, and not to be read: {error.strerror}") from error
+            raise UserError(f"--{flag}={path}: exists already, and cannot be read: {error.strerror}") from error
         if found not in (beginning, b""):
-            raise UserError(f"--{flag}={path}: is there already, and {kind}; name another place")
+            raise UserError(f"--{flag}={path}: exists already, and {kind}; name another place")
 
 
 def check_apart(output: epath.PathLike, inputs: Iterable[epath.PathLike], flag: str = "output") -> None:

@@ -118,7 +118,7 @@ def check(c: ml_collections.ConfigDict) -> None:
         try:
             re.compile(_get(c, key))
         except re.error as error:
-            refuse(key, f"is no regular expression: {error}")
+            refuse(key, f"is not a regular expression: {error}")
     if c.lora.rank and not read_lora(c.lora).names:
         refuse("lora.targets", f"names none of {', '.join(INPUTS)}")
 
@@ -158,7 +158,7 @@ def read_decode(c: ml_collections.ConfigDict) -> tuple[str, dict[str, Any]]:
 def _check_keys(c: ml_collections.ConfigDict) -> None:
     """Refuses a config file that adds or removes keys (ml_collections itself refuses other types)."""
     known, given = keys().keys(), flatten(c.to_dict()).keys()
-    for found, what in ((given - known, "is no config key"), (known - given, "is missing")):
+    for found, what in ((given - known, "is not a config key"), (known - given, "is missing")):
         if found:
             raise UserError(
                 f"--config: {min(found)} {what}; config files start from refusion_jax.config.default_config()"

@@ -28,7 +28,7 @@ def adopt_shape(config: ml_collections.ConfigDict, workdir: epath.Path) -> None:
         return
     source = epath.Path(config.init_from)
     if not began and not source.is_dir():
-        raise UserError(f"--config.init_from={source} is no directory")
+        raise UserError(f"--config.init_from={source} is not a directory")
     with naming("--config.init_from"):
         there = began.model if began else dataclasses.asdict(read_model_config(source))
     for name, default in default_config().model.items():

@@ -43,7 +43,7 @@ def check_same_run(
         if section == own.section and (name not in own.former or own.former[name] != there[key]):
             raise UserError(
                 f"--workdir={workdir} holds a run of another version, with {key}={there[key]}, which this one does "
-                f"not have: go on with that version"
+                f"not have: continue with that version"
             )
     different = [key for key in sorted(here) if there[key] != here[key] and key.split(".")[0] not in resumable]
     changed = [key for key in different if key in allowed or key.split(".")[0] in allowed]

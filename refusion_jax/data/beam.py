@@ -86,7 +86,7 @@ class BeamRunner(Runner):
                 pipeline | transform  # noqa: B018  Beam's way to add one
         except Exception as error:  # each runner raises its own
             lines = [line.strip() for line in str(error).splitlines() if line.strip(" >")] or [type(error).__name__]
-            raise Failure(f"the Beam pipeline failed: {lines[-1]} (the same command goes on from here)") from error
+            raise Failure(f"the Beam pipeline failed: {lines[-1]} (the same command resumes from here)") from error
 
 
 class _Work(beam.DoFn):

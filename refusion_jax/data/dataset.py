@@ -28,7 +28,7 @@ def load_dataset(
     """
     data, saved = config.data, find_tokenizer_file(epath.Path(workdir)) if workdir else None
     if data.tokenizer and not epath.Path(data.tokenizer).is_file():
-        raise UserError(f"--config.data.tokenizer={data.tokenizer}: is no file")
+        raise UserError(f"--config.data.tokenizer={data.tokenizer}: is not a file")
     if paths := prepared_paths(data.path, "data.path"):
         return _open_prepared(config, paths, saved)
     if data.weights:
@@ -59,7 +59,7 @@ def prepared_paths(path: str, key: str) -> list[str]:
     prepared = [part for part in paths if is_prepared(part)]
     if prepared and len(prepared) < len(paths):
         other = next(part for part in paths if part not in prepared)
-        raise UserError(f"--config.{key}: {other} is no prepared directory, and only these can be mixed")
+        raise UserError(f"--config.{key}: {other} is not a prepared directory, and only those can be mixed")
     return prepared
 
 
@@ -69,7 +69,7 @@ def _open_prepared(
     data = config.data
     file = data.tokenizer or saved or find_tokenizer_file(epath.Path(paths[0]))
     if not file:
-        raise UserError(f"{paths[0]} holds no tokenizer; name the one it was made with by --config.data.tokenizer")
+        raise UserError(f"{paths[0]} holds no tokenizer; name the one it was made with as --config.data.tokenizer")
     tokenizer = load_tokenizer_file(file, data.mask_piece, data.thinking)
     parts = [_prepared_rows(config, path, tokenizer, "data.path") for path in paths]
     weights = tuple(data.weights) or tuple(len(part) for part in parts)
@@ -108,7 +108,7 @@ def _prepared_rows(config: ml_collections.ConfigDict, path: str, tokenizer: Toke
         )
     if rows.manifest.tokenizer != tokenizer_hash(tokenizer):
         raise UserError(
-            f"--config.{key}: {path} was made with another tokenizer than the run's; name its own by "
+            f"--config.{key}: {path} was made with another tokenizer than the run's; name its own as "
             f"--config.data.tokenizer, or prepare it again"
         )
     return rows

@@ -135,8 +135,8 @@ class FastTokenizer(Tokenizer):
             given = self._tokenizer.id_to_token(given) if 0 <= given < self.size else None
         elif given not in (MASK_PIECE, MASK_TOKEN) and self._tokenizer.token_to_id(given) is None:
             raise UserError(
-                f"{self._path} has no mask token {given!r}: name one of its tokens with --mask_piece (of `train` "
-                f"--config.data.mask_piece), or none, and {MASK_TOKEN} is added"
+                f"{self._path} has no mask token {given!r}: name one of its tokens with --mask_piece (for `train` "
+                f"--config.data.mask_piece), or leave that out, and {MASK_TOKEN} is added"
             )
         named = (given, MASK_PIECE, self._special.get("mask_token"), MASK_TOKEN)
         mask = next((token for token in named if token and self._tokenizer.token_to_id(token) is not None), MASK_TOKEN)

@@ -107,7 +107,7 @@ def _lines(path: str) -> Iterator[str]:
 def _ngrams(path: str) -> np.ndarray:
     found = np.concatenate([np.zeros(0, np.uint64), *(ngram_hashes(text, _TEST_WORDS) for text in _texts(path))])
     if not len(found):
-        raise UserError(f"--decontaminate: {path} holds no {_TEST_WORDS} words in a row, which is what is compared")
+        raise UserError(f"--decontaminate: {path} has no {_TEST_WORDS} words in a row to compare")
     return found
 
 
@@ -136,7 +136,7 @@ def _language(wanted: tuple[str, ...]) -> Callable[[Example], Outcome]:
     identifier = LanguageIdentifier.from_model_file(MODEL_FILE, norm_probs=True)
     identify, known = identifier.classify, identifier.nb_classes
     if unknown := sorted({*wanted} - {ALL, *known}):
-        raise UserError(f"--languages: {unknown[0]!r} is none that is known; these are {ALL}, {', '.join(known)}")
+        raise UserError(f"--languages: {unknown[0]!r} unknown; known: {ALL}, {', '.join(known)}")
 
     def step(example: Example) -> Outcome:
         language, probability = identify("\n".join(example.texts)[:_LANGUAGE])

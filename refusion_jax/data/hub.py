@@ -10,7 +10,7 @@ def pinned(pattern: str, flag: str = "--input") -> str:
     if not pattern.startswith("hf://"):
         return pattern
     if not pattern.startswith(PREFIX):
-        raise UserError(f"{flag}={pattern}: is no data set; those are {PREFIX}ORG/NAME")
+        raise UserError(f"{flag}={pattern}: is not a data set; those are {PREFIX}ORG/NAME")
     with needs("hub"):
         from huggingface_hub import HfApi, HfFileSystem
     try:

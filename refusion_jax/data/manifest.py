@@ -75,6 +75,6 @@ def read_manifest(path: str | epath.Path) -> Manifest:
     directory = epath.Path(path)
     if not (directory / FILE).exists():
         unfinished = (directory / PROGRESS).exists()
-        what = "is not finished: give `prepare` the same flags again, and it goes on" if unfinished else "holds no rows"
+        what = "is not finished: give `prepare` the same flags again to resume" if unfinished else "holds no rows"
         raise UserError(f"{path} {what} (there is no {FILE})")
     return read_json(directory / FILE, Manifest)

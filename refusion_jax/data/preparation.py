@@ -216,8 +216,8 @@ def _check_unfinished(output: epath.Path, begun: dict[str, str]) -> bool:
         raise UserError(f"--output={output} is not empty; name a new directory") from None
     if before != begun:
         raise UserError(
-            f"--output={output} holds the beginning of other rows (the input has changed, or the flags): "
-            f"give the flags it was begun with, delete it, or name another directory"
+            f"--output={output} holds unfinished rows of another call (the input has changed, or the flags): "
+            f"give the flags of that call, delete it, or name another directory"
         )
     return False
 

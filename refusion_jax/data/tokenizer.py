@@ -40,7 +40,7 @@ class SentencePieceTokenizer(Tokenizer):
             self.mask_id = self._pieces.piece_to_id(mask_piece)
         if self.mask_id == self._pieces.unk_id():
             raise UserError(
-                f"{origin} has no mask token {mask_piece!r}: name its own with --mask_piece (of `train` "
+                f"{origin} has no mask token {mask_piece!r}: name its own with --mask_piece (for `train` "
                 f"--config.data.mask_piece), train one that has it, or take a tokenizer.json, to which one is added"
             )
         for name in ("bos", "eos", "pad"):

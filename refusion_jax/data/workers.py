@@ -62,7 +62,7 @@ class Processes(Runner):
         except BrokenProcessPool:
             raise UserError(
                 "a worker process died (out of memory?): fewer --workers or a smaller --shard_mib need less; "
-                "the same command goes on from here"
+                "the same command resumes from here"
             ) from None
 
 

@@ -81,7 +81,7 @@ class Constrained(Continuer):
         s = requests[0].settings
         if not decoder.next_token:
             raise UserError(
-                f"the decoder {s.method!r} does not write left to right, as an answer under a grammar is written: use "
+                f"the decoder {s.method!r} does not write left to right, which a grammar needs: use "
                 "a model or decoder that does"
             )
         if s.head_rows:
@@ -216,7 +216,7 @@ class ConstrainedBatch(RunningBatch):
     def _check(self, row: int, matcher: Matcher) -> bool:
         """Whether a row can continue; if not, the reason is kept in `failed`."""
         if error := matcher.get_error():
-            self.failed[row] = UserError(f"the answer cannot go on under its grammar: {reason(error)}")
+            self.failed[row] = UserError(f"the answer cannot continue under its grammar: {reason(error)}")
         return not error
 
 

@@ -176,7 +176,7 @@ class Decoder(abc.ABC):
         after, name = self.step(model, state), f"{type(self).__module__}.{type(self).__name__}.step"
         old, new = map(jax.tree.leaves_with_path, (state, after))
         if [path for path, _ in new] != [path for path, _ in old]:
-            raise UserError(f"{name}: returns {type(after).__name__}, not a state as it was given")
+            raise UserError(f"{name}: returns {type(after).__name__}, not a state like the one it was given")
         for (path, was), (_, is_now) in zip(old, new, strict=True):
             if (is_now.dtype, is_now.shape) != (was.dtype, was.shape):
                 field = f"state{jax.tree_util.keystr(path)}"

@@ -62,8 +62,8 @@ class Journal:
                 self._synced = time.monotonic()
         except OSError as error:
             raise Failure(
-                f"{self.path} cannot be written: {error.strerror}; {len(self.records)} answers are kept in it, and the "
-                f"same command goes on"
+                f"{self.path} cannot be written: {error.strerror}; it keeps {len(self.records)} answers, and the same "
+                f"command resumes"
             ) from error
 
     def close(self) -> None:
@@ -85,11 +85,11 @@ def read_records(path: Path, call: dict[str, str] | None = None) -> dict[int | s
 def _check_call(path: Path, content: bytes, wanted: dict[str, str]) -> None:
     call = next(parse_log(content.partition(b"\n")[0]), {}).get("call")
     if not isinstance(call, dict):
-        raise UserError(f"{path} is in the way and no journal of answers: move it away")
+        raise UserError(f"{path} is in the way, and is not a journal of answers: move it away")
     if other := [name for name, value in wanted.items() if call.get(name) != value]:
         raise UserError(
-            f"{path} holds answers of a call that was cut off, with another {' and '.join(other)}: give what it was "
-            f"begun with and it goes on, or delete it"
+            f"{path} holds answers of an interrupted call with another {' and '.join(other)}: give what that call had "
+            f"to resume it, or delete the file"
         )
 
 

@@ -243,9 +243,9 @@ def read_answer(
     asked = {at for places, given in request.parts if given is None for at in places}
     by = f"{request.name}: the decoder {request.settings.method!r} commits"
     if not all(0 <= token < ids.num_tokens for token in tokens):
-        raise UserError(f"{by} what is no token, as where logits are not finite")
+        raise UserError(f"{by} what is not a token, as when logits are not finite")
     if not text.keys() <= asked or len(text) < len(tokens):
-        raise UserError(f"{by} a place twice, or one that it was not to decode: {tokens} at {positions}")
+        raise UserError(f"{by} a place twice, or one that it should not decode: {tokens} at {positions}")
     end = min((at for at, token in text.items() if token == ids.eos_id), default=None)
     for given, own in request.parts[1:]:  # without the prompt, which may be long
         text |= {} if own is None else dict(zip(given, own, strict=True))

@@ -168,7 +168,7 @@ class TokenIds:
             ids[name] = getattr(settings, name) if getattr(settings, name) >= 0 else own
             if not 0 <= ids[name] < model.vocab_size:
                 raise SettingError(
-                    "decode", name, ids[name], f"is no token of this model: give one of 0 to {model.vocab_size - 1}"
+                    "decode", name, ids[name], f"is not a token of this model: give one of 0 to {model.vocab_size - 1}"
                 )
         if ids["eos_id"] == ids["mask_id"]:
             raise SettingError("decode", "eos_id", ids["eos_id"], "is the mask token, which no answer can end with")

@@ -51,7 +51,7 @@ def keep_for_user(asked: str | None) -> None:
     directory = epath.Path(asked or home / "refusion_jax" / "compiled")
     try:
         if danger := find_danger(directory):
-            raise UserError(f"{danger}, and what is in it is run")
+            raise UserError(f"{danger}, and the code in it is run")
         keep_compiled(directory, "shared")
     except (OSError, UserError) as error:
         if asked:

@@ -164,7 +164,7 @@ def _explicit() -> tuple[str, int, int] | None:
             raise UserError(f"{name} is not set, but {' and '.join(given)} {'are' if len(given) > 1 else 'is'}")
     address, *numbers = (given[name] for name in _VARIABLES)
     if not all(re.fullmatch("[0-9]{1,9}", number) for number in numbers) or int(numbers[1]) >= int(numbers[0]):
-        raise UserError(f"JAX_PROCESS_ID={numbers[1]} must be a number from 0 to below JAX_NUM_PROCESSES={numbers[0]}")
+        raise UserError(f"JAX_PROCESS_ID={numbers[1]} must be at least 0 and below JAX_NUM_PROCESSES={numbers[0]}")
     if not re.fullmatch(".+:[0-9]{1,5}", address) or not 0 < int(address.rpartition(":")[2]) < 65536:
         raise UserError(f"JAX_COORDINATOR_ADDRESS={address} must be host:port, with a port from 1 to 65535")
     return address, *map(int, numbers)

@@ -60,8 +60,8 @@ def make_mesh(shape: Mapping[str, int], devices: list[jax.Device] | None = None)
     slices = len({getattr(device, "slice_index", 0) for device in devices})
     if sizes["replica"] % slices:
         raise UserError(
-            f"mesh.replica={sizes['replica']}: {slices} slices are joined by a network that is too slow for anything "
-            f"but copies; mesh.replica={slices} makes one of each"
+            f"mesh.replica={sizes['replica']}: the network between the {slices} slices is too slow to split weights "
+            f"over them; mesh.replica={slices} puts a copy on each"
         )
     if slices > 1:
         within = [sizes[axis] // (slices if axis == "replica" else 1) for axis in MESH_AXES]

@@ -49,7 +49,7 @@ def load_tasks(plan: Plan) -> list[Task | Group]:
     """The tasks with their data, each once, in its group if requested; UserError for tasks that cannot run."""
     for name, path in (("include_path", plan.include_path), ("task_data", plan.task_data)):
         if path and not path.is_dir():
-            raise UserError(f"{plan.flags}{name}={path} is no directory")
+            raise UserError(f"{plan.flags}{name}={path} is not a directory")
     for library in ("datasets", "huggingface_hub"):  # they log many lines about what they then raise
         logging.getLogger(library).setLevel(logging.CRITICAL)
     logger = logging.getLogger("lm_eval")
@@ -65,7 +65,7 @@ def load_tasks(plan: Plan) -> list[Task | Group]:
             seen |= some["tasks"].keys()
     if plan.task_data and not any(_local_file(name, plan) for name in seen):
         needed = ", ".join(f"{name}.jsonl" for name in list(seen)[:3])
-        raise UserError(f"{plan.flags}task_data={plan.task_data}: no task here reads a file of it; they read {needed}")
+        raise UserError(f"{plan.flags}task_data={plan.task_data}: no task reads a file from it; they read {needed}")
     for task in members(loaded):
         _check(task, plan)
     return loaded
@@ -151,8 +151,8 @@ def _check(task: Task, plan: Plan) -> None:
         raise UserError(f"{plan.flags}tasks={name} runs code that the model writes: give {leave} to let it")
     if not (isinstance(metadata, dict) and metadata.get("sandboxed")) and not plan.unsafe:
         raise UserError(
-            f"{plan.flags}tasks={name} runs generated code by itself, without shutting it in: take humaneval or mbpp, "
-            f"which do; only `evaluate` runs it nevertheless, with --unsafe"
+            f"{plan.flags}tasks={name} runs generated code itself, outside the sandbox: take humaneval or mbpp, which "
+            f"use it; only `evaluate --unsafe` runs such a task"
         )
 
 
@@ -190,7 +190,7 @@ def check_requests(lm: EvaluatedModel, plan: Plan, tasks: Sequence[Task | Group]
             raise
         except (Exception, SystemExit) as error:  # a task file is a program
             name = some.name if isinstance(some, Group) else some.config.task
-            raise UserError(f"{plan.flags}tasks={name}: it cannot be asked: {_reason(error)}") from error
+            raise UserError(f"{plan.flags}tasks={name}: it cannot be run: {_reason(error)}") from error
     return key_of(rehearsal.asked)
 
 

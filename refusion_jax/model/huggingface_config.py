@@ -104,7 +104,7 @@ def read_model_config(
     shape = {name: getattr(given, name) for name in _SHARED}
     if local:  # up to this length, full attention is the same as attention in a window
         if not given.sliding_window:
-            raise UserError(f"{file}: sliding_window is missing, to which local layers attend")
+            raise UserError(f"{file}: sliding_window, the reach of local layers, is missing")
         shape["max_position_embeddings"] = min(given.sliding_window, given.max_position_embeddings)
     if given.no_rope_layers is not None:
         shape["no_rope_layer_interval"] = _no_rope_interval(file, given.no_rope_layers, given.num_hidden_layers)
@@ -117,7 +117,7 @@ def read_model_config(
             raise UserError(f"{path}: a tokenizer of {tokenizer.size} ids is not that of {given.vocab_size} rows")
         shape["vocab_size"] = -(-tokenizer.size // 128) * 128
     if not -1 <= mask < shape["vocab_size"]:
-        raise UserError(f"mask_token_id={mask} is no row of the embedding; {path} has {shape['vocab_size']}")
+        raise UserError(f"mask_token_id={mask} is not a row of the embedding; {path} has {shape['vocab_size']}")
     end = given.eos_token_id
     if isinstance(end, list):
         end = tokenizer.eos_id if tokenizer and tokenizer.eos_id in end else next(iter(end), None)
@@ -208,7 +208,7 @@ def _rope(file: epath.Path, given: Config) -> tuple[float, tuple[float, ...], tu
         if len(kinds) != given.num_hidden_layers or kinds != expected:
             raise UserError(
                 f"{file}: layer_types={json.dumps(kinds)[:90]} is not supported; we read num_hidden_layers="
-                f"{given.num_hidden_layers} times {_FULL}{f', or {_LOCAL} but for every n-th' if is_local else ''}"
+                f"{given.num_hidden_layers} times {_FULL}{f', or {_LOCAL} except for every n-th' if is_local else ''}"
             )
     rope, other = (_one_rope(file, given, said, given.rope_theta) for said in (old or new, new or old))
     if rope != other:

@@ -59,7 +59,7 @@ def base_of(path: epath.Path) -> epath.Path:
     """The directory of the model that adapters adapt; UserError if the file cannot be read or names none here."""
     base = epath.Path(_read_config(path).base_model_name_or_path)
     if not base.is_dir():
-        raise UserError(f"{path / CONFIG}: base_model_name_or_path={base} is no directory here: write its path there")
+        raise UserError(f"{path / CONFIG}: base_model_name_or_path={base} is not a directory here: put its path there")
     return base
 
 
@@ -99,7 +99,7 @@ def write(path: epath.Path, lora: Lora, adapters: dict[str, Any], base: epath.Pa
       UserError: if other weights were trained, too.
     """
     if others := lora.without_adapters(adapters)["layers"].keys() | (adapters.keys() - {"layers"}):
-        raise UserError(f"--format=peft holds adapters alone, and {min(others)} was trained, too: use huggingface")
+        raise UserError(f"--format=peft holds only adapters, but {min(others)} was trained, too: use huggingface")
     tensors = {}
     for name, stacked in adapters["layers"].items():
         name, side = name[:-2], name[-1]

@@ -71,7 +71,7 @@ def to_model_config(path: epath.PathLike, content: dict[str, Any]) -> ModelConfi
     """The shape of a model, from the values in a file; UserError names the key that is missing or impossible."""
     config = to_type(content, ModelConfig, f"{path} cannot be read")
     ids = {f"{kind}_token_id": getattr(config, f"{kind}_token_id") for kind in ("pad", "bos", "eos", "mask")}
-    wrong = [f"{name}={i} is no row of the embedding" for name, i in ids.items() if not -1 <= i < config.vocab_size]
+    wrong = [f"{name}={i} is not a row of the embedding" for name, i in ids.items() if not -1 <= i < config.vocab_size]
     if config.num_tokens > config.vocab_size:
         wrong.append(f"num_tokens={config.num_tokens} are more than vocab_size={config.vocab_size}")
     if fault := family_fault(config) or shape_fault(config) or next(iter(wrong), None):

@@ -65,7 +65,7 @@ class Tensors:
         header = parse_json(content, dict[str, _Entry | dict[str, str]], f"{path} is damaged") if content else {}
         self.metadata |= header.pop("__metadata__", {})
         if wrong := [name for name, entry in header.items() if not isinstance(entry, _Entry)]:
-            raise UserError(f"{path} is damaged: {ascii(wrong[0][:60])} is no tensor")
+            raise UserError(f"{path} is damaged: {ascii(wrong[0][:60])} is not a tensor")
         end = 0
         for begin, after in sorted(entry.data_offsets for entry in header.values()):
             if begin != end:

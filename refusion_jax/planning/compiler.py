@@ -69,7 +69,7 @@ def tpu_devices(topology: str, slices: int) -> list[jax.Device]:
     is_shape = re.fullmatch(r"[1-9][0-9]{0,4}(x[1-9][0-9]{0,4}){1,2}", shape)
     if not is_shape or math.prod(map(int, shape.split("x"))) > _MOST_CHIPS:
         raise UserError(
-            f"--topology={topology[:60]}: the shape must be two or three sides, {_MOST_CHIPS:,} chips in all at most; "
+            f"--topology={topology[:60]}: the shape must have two or three sides and at most {_MOST_CHIPS:,} chips; "
             f"one that works is {chip.example}"
         )
     options: dict = {"num_slices": slices} if slices > 1 else {}

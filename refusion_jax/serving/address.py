@@ -15,7 +15,7 @@ def listen(host: str, port: int) -> socket.socket:
     try:
         family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
     except (OSError, UnicodeError) as error:
-        raise UserError(f"--host={host}: no address of this machine") from error
+        raise UserError(f"--host={host}: not an address of this machine") from error
     both = family == socket.AF_INET6 and socket.has_dualstack_ipv6()
     try:  # it listens at once: before that, another process could bind the address, too
         return socket.create_server(address, family=family, dualstack_ipv6=both)

@@ -155,19 +155,19 @@ class Engine:
         most = self._largest[1].settings.new_tokens
         asked = sum(length for _, length in request.gaps)
         if asked > most:
-            raise UserError(f"{request.name}: asks for {asked} tokens, of which an answer has at most {most} here")
+            raise UserError(f"{request.name}: asks for {asked} tokens; an answer has at most {most} here")
         (request,) = prepare([request], self._compiled, self._config)
         if decoder_for([*self._largest, request], self._config) != self._decoder:
             raise UserError(
-                f"{request.name}: its settings take larger forwards than were compiled: start again with them as "
-                "--decode flags"
+                f"{request.name}: its settings need larger forward passes than were compiled: start the server with "
+                "them as --decode flags"
             )
         return request
 
     def check_prompt(self, tokens: Sequence[int], name: str, more: int) -> None:
         """Raises UserError if the model cannot read a prompt followed by `more` tokens; `name` is for the message."""
         if len(tokens) + more > (most := self.settings.cache_length):
-            raise UserError(f"{name}: has {len(tokens)} tokens, of at most {most - more} before {more} more")
+            raise UserError(f"{name}: has {len(tokens)} tokens; at most {most - more} fit before {more} more")
         check_tokens(name, tokens, self._config.num_tokens)
 
     def constrained(self, grammar: Matcher) -> "Engine":

@@ -74,7 +74,7 @@ def _calls(tools: Sequence[tuple[str, Any]], are_several: bool, answer: Any) -> 
     """The grammar of calls of these tools, with JSON in the same form as elsewhere."""
     answer = json.loads(answer) if isinstance(answer, str) else answer
     if answer is not None and not isinstance(answer, dict):
-        raise ValueError("is no object")
+        raise ValueError("is not an object")
     tools = [(name, {"type": "object"} | schema | {"x-guidance": _JSON}) for name, schema in tools]
     return calls_grammar(tools, are_several, None if answer is None else answer | {"x-guidance": _JSON})
 

@@ -138,7 +138,7 @@ class Service:
                 raise UserError(f"decode.{name}: is the field {_OWN_FIELDS[name]!r} of the request")
             if name not in self.changeable:
                 known = ", ".join(self.changeable)
-                raise UserError(f"decode: {name!r} is no setting that a request may have; these are {known}")
+                raise UserError(f"decode: {name!r} is not a setting that a request may have; these are {known}")
         fields = {own: getattr(body, field) for own, field in _OWN_FIELDS.items() if own != "max_new_tokens"}
         top_k = {} if body.top_k is None else {"top_k": max(body.top_k, 0)}
         own = top_k | body.decode | {name: value for name, value in fields.items() if value is not None}

@@ -96,4 +96,4 @@ def check_template(tokenizer: Tokenizer) -> None:
         (ids,) = tokenizer.encode_chat([text := tokenizer.render_chat(turns, tools=tools)])
         found = CallReader("f", are_several=True).read(Delta(tokenizer.decode(ids), [], "stop", [], []))
     if [one["function"] for one in found.calls] != [{"name": "f", "arguments": '{"a": 1}'}] or '"g"' not in text:
-        raise UserError(f"tools: this model has no chat template that tells of them and has calls in {_BEGIN}{_END}")
+        raise UserError(f"tools: this model has no chat template that describes them with calls in {_BEGIN}{_END}")

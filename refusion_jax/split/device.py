@@ -79,7 +79,7 @@ def main(own: flags.FlagValues) -> None:
     if own.auto and (given := [name for name in (*_CHOSEN,) if own[name].present]):
         raise UserError(f"--{given[0]}: --auto chooses it")
     if not own.auto and (given := [name for name in ("device_memory", "latency") if own[name].present]):
-        raise UserError(f"--{given[0]}: is for --auto")
+        raise UserError(f"--{given[0]}: goes with --auto")
     if (own.prompt is None) == (own.input is None):
         raise UserError("one of --prompt=TEXT and --input=FILE is needed; --help explains")
     address, checkpoint = frames.address_of(own.server), epath.Path(own.checkpoint)

@@ -85,12 +85,12 @@ def read_settings(pairs: Sequence[str], flag: str) -> dict[str, Any]:
         if name not in known:
             close = difflib.get_close_matches(name, known, n=1)
             meant = f"did you mean {close[0]}?" if close else f"known: {', '.join(known)}"
-            raise UserError(f"{flag}: {name!r} is no setting; {meant}")
+            raise UserError(f"{flag}: {name!r} is not a setting; {meant}")
         try:
             is_text = isinstance(known[name].default, str)
             settings[name] = text if is_text else parse_json(os.fsencode(text), bool | int | float, flag)
         except UserError as error:
-            raise UserError(f"{flag}: {text!r} is no number, true or false") from error
+            raise UserError(f"{flag}: {text!r} is not a number, true or false") from error
     return settings
 
 

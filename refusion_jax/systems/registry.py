@@ -37,7 +37,7 @@ def register(system: System) -> System:
     if system not in others.values():
         _check(system, others.values())
         if lost := {*system.decodes} - {*others, system.name, PLAIN}:
-            raise UserError(f"system {system.name!r}: decodes={min(lost)!r} is no system")
+            raise UserError(f"system {system.name!r}: decodes={min(lost)!r} is not a system")
         _registered[system.name] = system
     return system
 
@@ -64,7 +64,7 @@ def found_everywhere() -> dict[str, System]:
             print(f"{place} is left out: {type(error).__name__}: {first_line(error)}", file=sys.stderr)
     for name, system in found.items():
         if lost := {*system.decodes} - {*found, PLAIN}:
-            print(f"system {name!r}: decodes={min(lost)!r} is no system", file=sys.stderr)
+            print(f"system {name!r}: decodes={min(lost)!r} is not a system", file=sys.stderr)
     return found
 
 

@@ -64,7 +64,7 @@ def split(weights: dict[str, Any], lora: Lora | None) -> tuple[dict[str, Any], d
 def train_program(config: ml_collections.ConfigDict, shape: ModelConfig, mesh: Mesh) -> Program:
     """The program of a config for a model on a mesh, whose devices may be abstract."""
     if config.quantization != "none" and shape.num_experts:
-        raise SettingError("config", "quantization", config.quantization, "a model with experts is trained with `none`")
+        raise SettingError("config", "quantization", config.quantization, "models with experts support only `none`")
     platform = mesh.devices.flat[0].platform
     backend = backend_for(platform, config.row_length // mesh.shape["sequence"], config.model.head_dim, config.dtype)
 

@@ -88,7 +88,7 @@ class Health:
         if not self.is_in_doubt:
             return
         if count := int(metrics["invalid_ids"]):
-            raise UserError(f"--config.objective: {count} inputs or labels with a weight of step {step} are no tokens")
+            raise UserError(f"--config.objective: {count} inputs or labels with a weight of step {step} are not tokens")
         loss, norm = (float(metrics[name]) for name in ("loss", "grad_norm"))
         which = "" if np.isfinite([loss, norm]).all() else first_bad(metrics)
         why = f"step {step} does not count (loss {loss:.6g}, gradient norm {norm:.6g}{which})"

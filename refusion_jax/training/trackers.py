@@ -99,7 +99,7 @@ def check_trackers(config: ml_collections.ConfigDict, workdir: epath.Path) -> No
 
     for name in _names(config.tracker):
         if name not in _TRACKERS:
-            refuse(f"{name!r} is unknown; known, with commas between: {', '.join(_TRACKERS)}")
+            refuse(f"{name!r} is unknown; known, comma-separated: {', '.join(_TRACKERS)}")
         if jax.process_index() == 0 and name != "tensorboard" and importlib.util.find_spec(name) is None:
             refuse(f"{name} is not installed: pip install -e '.[{name}]' in the project's root")
     if (workdir / FILE).exists():

@@ -137,7 +137,7 @@ class Experiment:
         half, every = c.steps // 2, c.checkpoint.every
         if self.start and (c.steps % 2 or half % every or half // every >= c.checkpoint.keep):
             raise UserError(
-                f"{flag}: needs the checkpoint of step {c.steps / 2:g}, of which none is left with "
+                f"{flag}: needs the checkpoint of step {c.steps / 2:g}, which is not kept with "
                 f"checkpoint.every={every} and checkpoint.keep={c.checkpoint.keep}"
             )
         if self.start and half % c.log_every:
