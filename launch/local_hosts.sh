@@ -6,7 +6,7 @@
 # preemption or a lost process, 0), PYTHON (python).
 # SIGTERM and Ctrl-C save one checkpoint and end the run. When one process dies the others are killed. The exit code is that
 # of the process that ended first with another than 0: 75 preempted (start it again), 2 bad input (never started again).
-# Process 0 speaks; another one is heard if it dies.
+# Shows the output of process 0, and that of a process that dies.
 set -o pipefail # without -u: for macOS's bash, 3.2, an empty array is an unset variable
 hosts=${1:-}
 if ! [[ $hosts =~ ^[1-9][0-9]*$ ]]; then

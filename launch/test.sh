@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Installs into .venv with what the tests need, checks style and types, and runs the tests.
+# Installs what the tests need into .venv, checks style and types, and runs the tests.
 #   bash launch/test.sh [pytest arguments]
 #   bash launch/test.sh -m "thorough and not slow"   # more systems, meshes and processes, as in CI
 #   bash launch/test.sh -m slow                      # hours

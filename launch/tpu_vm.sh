@@ -2,23 +2,23 @@
 # Trains on a Cloud TPU, one slice or several, from any machine that has gcloud.
 #   bash launch/tpu_vm.sh run NAME --zone=us-east5-a --accelerator=v5p-64 --spot -- --config=configs/NAME.py --workdir=gs://BUCKET/DIR
 # does it all. The commands, each with a NAME of your choice for the TPU:
-#   create    asks for the TPU (a queued resource) and waits until it is there
+#   create    requests the TPU (a queued resource) and waits until it is ready
 #   setup     copies this project to all workers and installs it
 #   run       creates and sets up what is missing, starts `train` with the flags after -- on all workers, and watches it:
 #             a preempted TPU is created again and the run resumed, until it is complete
-#   resume    goes on watching the last `run` of NAME, and starts it again if it is not running
+#   resume    continues to watch the last `run` of NAME, and restarts it if it is not running
 #   logs      what `train` prints (--worker=0)
-#   delete    has the run saved, then deletes the TPU
+#   delete    lets the run save a checkpoint, then deletes the TPU
 # Options, remembered from `create` and `run` on:
 #   --zone=Z --accelerator=TYPE (v4-32, v5litepod-64, v5p-64, v6e-32 ...) --project=P --slices=N --spot
 #   --runtime=VERSION (that of the accelerator's generation)
 #   --internal-ip, --tunnel-through-iap: how gcloud reaches workers without external addresses
-#   --alpha calls `gcloud alpha`, for flags that are there alone
+#   --alpha calls `gcloud alpha`, for flags that exist only there
 #   any other --flag=value goes to `gcloud compute tpus queued-resources create` as it is: --reserved, --service-account=A,
 #   --network=N, --subnetwork=N, --internal-ips, --labels=K=V; --type=v5p --topology=4x4x4 in place of --accelerator, with
 #   --runtime; --alpha --provisioning-model=flex-start --max-run-duration=2d
 #   --dry_run prints every command instead of running it
-# Exit codes: that of `train`; 2 for bad input, which is never tried again. Interrupt this script and the run goes on.
+# Exit codes: that of `train`; 2 for bad input, which is never retried. If you interrupt this script, the run continues.
 set -o pipefail # without -u: for macOS's bash, 3.2, an empty array is an unset variable
 cd "$(dirname "$0")/.." || exit 1
 POLL_SECONDS=${POLL_SECONDS:-30}

@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
-# What launch/tpu_vm.sh has every worker of a TPU do. Detached from the connection: a lost one ends nothing.
+# What launch/tpu_vm.sh runs on every worker of a TPU, detached, so that a lost connection ends nothing.
 #   install        into .venv, with TPU support, the versions of requirements.lock
 #   start FLAGS    `train FLAGS` in the background; one that is still running is killed first
 #   wait           until it ends: its exit code, or 254 if it is gone without one (the machine was restarted)
-#   lost           75 if it is to be started again, 254 if it was killed or is gone without an exit code, else 0
+#   lost           75 if it should be started again, 254 if it was killed or is gone without an exit code, else 0
 #   stop           as a preemption does: one checkpoint, then the end
-#   logs           what it prints, from its last 100 lines on
+#   logs           its output, from the last 100 lines on
 set -uo pipefail
 cd "$(dirname "$0")/.." || exit 1
 
