@@ -80,11 +80,11 @@ def test_an_answer_goes_on_where_the_connection_broke(served, model, key, monkey
     link.begin()
     link._patience, link._address = 1.0, ("127.0.0.1", 1)
     cutter.cut()
-    with pytest.raises(Failure, match="is not to be reached"):
+    with pytest.raises(Failure, match="cannot be reached"):
         tokens()
     link.close()
     monkeypatch.setattr(DeviceSession, "deal", lambda *_: None)
-    with pytest.raises(Failure, match="is not to be reached"):
+    with pytest.raises(Failure, match="cannot be reached"):
         decoding(model, link_to(served, model, key, patience=1.0), "idlm", batch_size=2)()
 
 

@@ -225,7 +225,7 @@ def test_only_holders_of_the_key_and_the_model_are_served(served, model, key, tm
     ("kind", "failed", "said"),
     [
         (ssl.SSLCertVerificationError, UserError, "or a clock is wrong: certificate is not yet valid"),
-        (ssl.SSLError, Failure, "is not to be reached: alert bad certificate"),  # it is not yet valid for the server
+        (ssl.SSLError, Failure, "cannot be reached: alert bad certificate"),  # it is not yet valid for the server
     ],
 )
 def test_why_a_server_is_not_reached_is_told(served, model, key, monkeypatch, kind, failed, said):

@@ -59,7 +59,7 @@ class ToolCall(Strict):
     id: str = ""
     type: Literal["function"] = "function"
     function: CalledFunction
-    index: int = Field(0, description="In a stream, of no effect")
+    index: int = Field(0, description="Of streamed calls; has no effect")
 
 
 class Message(Strict):
@@ -68,7 +68,7 @@ class Message(Strict):
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | Annotated[list[TextPart], Field(max_length=MOST_PARTS)] = ""
     tool_calls: list[ToolCall] = Field(default_factory=list, max_length=MOST_PARTS)
-    tool_call_id: str | None = Field(None, description="Of the call whose result this is")
+    tool_call_id: str | None = Field(None, description="Id of the call whose result this is")
 
     @model_validator(mode="after")
     def _something_is_said(self) -> Self:

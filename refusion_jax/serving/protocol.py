@@ -18,7 +18,7 @@ class StreamOptions(Strict):
     """What a stream has in addition to the answers."""
 
     include_usage: bool = False
-    continuous_usage_stats: bool = Field(False, description="Every event tells the usage so far")
+    continuous_usage_stats: bool = Field(False, description="Every event reports the usage so far")
 
 
 class JsonSchema(Strict):
@@ -53,29 +53,29 @@ class _Body(Strict):
     max_tokens: int | None = Field(
         None, ge=0, le=2**24, description="Tokens of the answer, at most; by default the server's decode.max_new_tokens"
     )
-    min_tokens: int = Field(0, ge=0, description="Tokens of the answer before which the model does not end it")
-    ignore_eos: bool = Field(False, description="The model does not end the answer: min_tokens is max_tokens")
+    min_tokens: int = Field(0, ge=0, description="The answer does not end before this many tokens")
+    ignore_eos: bool = Field(False, description="The answer does not end before max_tokens tokens")
     temperature: float | None = Field(None, ge=0, le=1e4, description="By default the server's: 0, greedy")
     top_p: float | None = Field(None, gt=0, le=1)
     seed: int | None = Field(
         None,
         ge=0,
         lt=2**32,
-        description="Of sampling: the same request has the same answer; the answer tells the one that was used",
+        description="Seed of sampling: the same request gets the same answer; the reply reports the seed used",
     )
-    n: int = Field(1, ge=1, le=_MOST_CHOICES, description="Answers to each prompt, each with noise of its own")
-    stop: list[str] | None = Field(None, description="Texts before which an answer ends, or one of them")
+    n: int = Field(1, ge=1, le=_MOST_CHOICES, description="Answers to each prompt, each with its own noise")
+    stop: list[str] | None = Field(None, description="A text, or texts, before which the answer ends")
     stream: bool = Field(False, description="Send the answer in pieces, as server-sent events")
     stream_options: StreamOptions | None = None
-    top_k: int | None = Field(None, ge=-1, lt=2**31, description="Sample from so many tokens; 0 or -1: from all")
+    top_k: int | None = Field(None, ge=-1, lt=2**31, description="Sample from this many tokens; 0 or -1: from all")
     decode: dict[str, Any] = Field(
         default_factory=dict, description="Settings of the decoder for this request, such as slot_threshold"
     )
     commits: bool = Field(
-        False, description="Tell every committed token as [position, token], in the order of commitment"
+        False, description="Report every committed token as [position, token], in the order of commitment"
     )
     watch: bool = Field(
-        False, description="Send an event after each forward, with `forwards` and what it committed: [place, text] each"
+        False, description="Send an event after each forward, with `forwards` and what it committed as [place, text]"
     )
 
     @field_validator("stop", mode="before")
@@ -172,13 +172,13 @@ class Chat(_Body):
     """The body of POST /v1/chat/completions."""
 
     messages: list[Message] = Field(min_length=1, max_length=MOST_PARTS)
-    max_completion_tokens: int | None = Field(None, ge=0, le=2**24, description="Another name of max_tokens")
+    max_completion_tokens: int | None = Field(None, ge=0, le=2**24, description="Another name for max_tokens")
     logprobs: bool = Field(False, description="Slots are scored in text order")
-    top_logprobs: int = Field(0, ge=0, le=1, description="1: the most probable token at each place, too")
+    top_logprobs: int = Field(0, ge=0, le=1, description="1: also the most probable token at each place")
     chat_template_kwargs: TemplateArguments = Field(default_factory=TemplateArguments)
     tools: list[Tool] = Field(default_factory=list, max_length=MOST_TOOLS, description="What the model may call")
     tool_choice: Literal["none", "auto", "required"] | NamedTool = Field(
-        "auto", description="none: tells the model of no tools; required, or one by its name: the answer is calls"
+        "auto", description="none: hide the tools from the model; required, or a tool's name: the answer is calls"
     )
     parallel_tool_calls: bool = Field(True, description="Whether there may be several calls")
 

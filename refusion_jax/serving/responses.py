@@ -104,8 +104,8 @@ class Text(Strict):
 class TextRequest(Strict):
     """The body of POST /v1/responses; nothing is stored, so `input` must have all turns."""
 
-    input: list[AnyItem] = Field(min_length=1, max_length=MOST_PARTS, description="Turns, or the text of the user's")
-    instructions: str | None = Field(None, description="Of the system, before the input")
+    input: list[AnyItem] = Field(min_length=1, max_length=MOST_PARTS, description="Turns, or the text of a user's turn")
+    instructions: str | None = Field(None, description="System message before the input")
     model: str | None = None
     max_output_tokens: int | None = Field(None, ge=1, le=2**24)
     temperature: float | None = Field(None, ge=0, le=1e4)

@@ -165,7 +165,7 @@ def decode_split(model: SplitModel, requests: Sequence[Request], decoder: Decode
                 left.remove(asked[at])
                 yield asked[at], answer
         except SessionLost as error:
-            print(f"{error}: {len(left)} answers begin anew", file=sys.stderr)
+            print(f"{error}: {len(left)} answers start again", file=sys.stderr)
             model.link.begin()
 
 

@@ -220,7 +220,7 @@ class Link:
                 if time.monotonic() > until:
                     where = "{}:{}".format(*self._address)
                     told = why.strerror or first_line(why)
-                    raise Failure(f"the server at {where} is not to be reached: {told}") from error
+                    raise Failure(f"the server at {where} cannot be reached: {told}") from error
                 time.sleep(_RETRY)
 
     def _connect(self) -> frames.Welcome:
