@@ -136,7 +136,7 @@ def test_a_terminal_shows_slots_as_they_fill_and_is_never_left_by_mistake(talker
         assert re.search(r"[^░]\r\n\(\d+ forwards, [\d.]+ s, stopped\)\r\n> $", stopped)
 
         user.ask("/set max_new_tokens=16\n")
-        assert "\nmax_new_tokens=16  Tokens to decode" in user.ask("/settings\n")
+        assert "\nmax_new_tokens=16  Maximum number of tokens" in user.ask("/settings\n")
         answer = user.ask("It is the number.\n")
         assert "░" * 16 in answer
         assert re.search(r"[^░]\r\n\(16 forwards, [\d.]+ s, cut at max_new_tokens\)\r\n> $", answer)

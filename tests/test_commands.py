@@ -68,7 +68,7 @@ BAD = {
         ["train", "--config={dir}/old.py", NEW],
         "--config: learning_rte is not a config key",
     ),
-    "config file that returns nothing": (["train", "--config={dir}/nothing.py", NEW], "get_config() must return what"),
+    "config file that returns nothing": (["train", "--config={dir}/nothing.py", NEW], "get_config() must return a conf"),
     "seconds without end": ([*TRAIN, NEW, "--peer_seconds=inf"], "--peer_seconds=inf: must be a number between"),
     "unknown variant": (["train", "--config=configs/small.py:x", NEW], "unknown variant 'x'; known: stdlib"),
     "no workdir": (TRAIN, "--config=configs/NAME.py and --workdir=DIR are needed"),
@@ -139,7 +139,7 @@ BAD = {
         "--watch={dir}/good.jsonl: exists already, and is not a page of ours",
     ),
     "page of no row": (["inspect_data", "--data={dir}", "--verify", "--html={dir}/new.html"], "--verify shows no row"),
-    "page over the answers": ([*GENERATE, "--prompt=x", "--watch={dir}/out.jsonl"], "out.jsonl: is the --output, too"),
+    "page over the answers": ([*GENERATE, "--prompt=x", "--watch={dir}/out.jsonl"], "out.jsonl: is also the --output"),
     "page of too many": (
         ["generate", "--checkpoint={run}", "--input={dir}/seventeen.jsonl", "--watch={dir}/new.html"],
         "a page plays 16 prompts at most; {dir}/seventeen.jsonl holds 17",

@@ -159,7 +159,7 @@ def test_bad_input_is_named(loaded, trained_run, tasks, tmp_path, monkeypatch):
         (benchmark.Plan(["humaneval"], task_data=tmp_path), "--tasks=humaneval runs code .* --allow_code_execution"),
         (benchmark.Plan(["sumz"], include_path=directory), "--tasks=sumz: no such task; did you mean .*sums"),
         (benchmark.Plan(["gpqa"]), "--tasks=gpqa: it cannot be loaded: .* put it into DIR/gpqa.jsonl"),
-        (benchmark.Plan(["sums"], directory, tmp_path), "--task_data=.*: no task here reads .*; they read sums.jsonl"),
+        (benchmark.Plan(["sums"], directory, tmp_path), "--task_data=.*: no task reads .*; they read sums.jsonl"),
         (benchmark.Plan(["humaneval"], task_data=tmp_path, num_fewshot=2), "--num_fewshot=2: humaneval is a task with"),
     ):
         with pytest.raises(UserError, match=message):
@@ -169,8 +169,8 @@ def test_bad_input_is_named(loaded, trained_run, tasks, tmp_path, monkeypatch):
         ('"{{{{question}}}}"', "3", "--tasks=sums: it cannot be run: AssertionError: Context is not a string"),
         ('["\\n\\n"]', "[3]", r"--tasks=sums: until=\[3\] must be texts"),
         ("{{{{question}}}}", "{{{{ nobody }}}}", "--tasks=sums: it cannot be loaded: .* 'nobody' is undefined"),
-        ("'####'", "'####' if question != 'Sort 5 5 3 5.' else nobody", "--tasks=sums: it cannot be asked"),
-        ("repeats: {repeats}", "repeats: 0", "--tasks=sums: it cannot be asked"),
+        ("'####'", "'####' if question != 'Sort 5 5 3 5.' else nobody", "--tasks=sums: it cannot be run"),
+        ("repeats: {repeats}", "repeats: 0", "--tasks=sums: it cannot be run"),
         ("exact_match", "nope", "--tasks=sums: there is no metric nope"),
         ("task: sums", "task: 3", "--include_path=.*/tasks: cannot be searched for tasks: TypeError"),
     ):

@@ -75,7 +75,7 @@ def test_what_is_in_the_way_is_not_touched(tmp_path):
     (tmp_path / "short").write_text("x")
     before = (tmp_path / "journal").read_bytes()
     for name, call, said in (
-        ("journal", CALL | {"prompts": "x", "settings": "y"}, "with another prompts and settings: give what it was"),
+        ("journal", CALL | {"prompts": "x", "settings": "y"}, r"call \(differs in prompts, settings\): repeat that"),
         ("text", CALL, "not a journal of answers: move it away"),
         ("short", CALL, "not a journal of answers: move it away"),
     ):
@@ -98,7 +98,7 @@ def test_a_full_disk_loses_nothing_that_was_there(tmp_path, full_disk):
     size = len(written(path))
     full_disk(size + 20)
     journal = Journal(path, CALL, range(5))
-    with pytest.raises(Failure, match="File too large; 3 answers are kept in it"):
+    with pytest.raises(Failure, match="File too large; it keeps 3 answers"):
         journal.add(3, ANSWERS[3])
     journal.close()
     full_disk(-1)

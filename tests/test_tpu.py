@@ -320,5 +320,5 @@ def test_hybrid_meshes_put_only_copies_between_slices():
     assert dict(mesh.shape) == ones | {"replica": 2, "fsdp": 4}
     for replica in range(2):
         assert {device.slice_index for device in mesh.devices[replica].flat} == {replica}
-    with pytest.raises(UserError, match="mesh.replica=1: 2 slices are joined by a network"):
+    with pytest.raises(UserError, match="mesh.replica=1: the network between the 2 slices"):
         sharding.make_mesh(ones | {"fsdp": -1}, devices)

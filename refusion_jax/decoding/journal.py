@@ -88,8 +88,8 @@ def _check_call(path: Path, content: bytes, wanted: dict[str, str]) -> None:
         raise UserError(f"{path} is in the way, and is not a journal of answers: move it away")
     if other := [name for name, value in wanted.items() if call.get(name) != value]:
         raise UserError(
-            f"{path} holds answers of an interrupted call with another {' and '.join(other)}: give what that call had "
-            f"to resume it, or delete the file"
+            f"{path} holds answers of another call (differs in {', '.join(other)}): repeat that call to finish it, or "
+            f"delete the file"
         )
 
 
