@@ -68,7 +68,7 @@ BAD = {
         ["train", "--config={dir}/old.py", NEW],
         "--config: learning_rte is not a config key",
     ),
-    "config file that returns nothing": (["train", "--config={dir}/nothing.py", NEW], "get_config() must return a conf"),
+    "config file that returns nothing": (["train", "--config={dir}/nothing.py", NEW], "get_config() must return a con"),
     "seconds without end": ([*TRAIN, NEW, "--peer_seconds=inf"], "--peer_seconds=inf: must be a number between"),
     "unknown variant": (["train", "--config=configs/small.py:x", NEW], "unknown variant 'x'; known: stdlib"),
     "no workdir": (TRAIN, "--config=configs/NAME.py and --workdir=DIR are needed"),
