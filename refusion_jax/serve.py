@@ -55,7 +55,7 @@ _KEYS = flags.DEFINE_list(
 )
 _CORS = flags.DEFINE_list("cors", [], "Origins of web pages that may ask from a browser, comma-separated; *: all")
 _HOSTS = flags.DEFINE_list(
-    "allowed_host", [], "Host names that requests may use, such as a proxy's; on the loopback, localhost always may"
+    "allowed_host", [], "Host names that requests may use, such as a proxy's; on the loopback also localhost's names"
 )
 _PREFIXES = flags.DEFINE_integer(
     "prefix_cache_mib",

@@ -133,7 +133,7 @@ _DATA = {
         "model.vocab_size pieces, trained on the data",
     ),
     "mask_piece": Setting("<mask>", "the tokenizer's piece that stands for a masked token"),
-    "thinking": _one_of("unset | true | false", "`enable_thinking` of the chat template, also of the trained model's"),
+    "thinking": _one_of("unset | true | false", "`enable_thinking` of the chat template; the trained model keeps it"),
     "turns": _one_of("last | all", "which answers of a conversation are trained on; each sees the turns before it"),
     "query_field": Setting("", "JSON field of the prompt; empty: query, question or prompt, whichever is there"),
     "response_field": Setting("", "JSON field of the answer; empty: response, answer or completion"),

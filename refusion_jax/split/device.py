@@ -63,7 +63,7 @@ def define_flags(own: flags.FlagValues) -> None:
     flags.DEFINE_bool("auto", False, automatic, flag_values=own)
     flags.DEFINE_float("device_memory", 1e6, "With --auto: GiB for weights and cache", 1e-6, flag_values=own)
     flags.DEFINE_float("latency", 1e6, "With --auto: seconds that an answer may take", 1e-6, flag_values=own)
-    codecs = "Hidden states on the link: exact, int8, or as few bits as keep the error within 0.2 times their RMS"
+    codecs = "Hidden states on the link: exact; int8; adaptive: as few bits as keep the error within 0.2 RMS"
     flags.DEFINE_enum("codec", "exact", [*CODECS], codecs, flag_values=own)
     flags.DEFINE_float("patience", 60.0, "Seconds to wait for a lost server to come back", 1, 86400, flag_values=own)
     text("prompt", None, "One prompt, instead of --input", allow_overwrite=False)
