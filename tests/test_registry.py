@@ -192,7 +192,7 @@ def test_a_batch_that_does_not_fit_is_refused_with_the_name_of_its_objective(cha
         (lambda _, after: half_precise(after), "Odd.step: state.settings.[a-z_]* was .*, and is bfloat16"),
         (lambda _, after: (after, 1), "returns tuple, not a state"),
         (lambda _, after: move(after, positions=50), "decoder 'odd' commits .* should not decode"),
-        (lambda _, after: move(after, tokens=-1000), "decoder 'odd' commits .* no token"),
+        (lambda _, after: move(after, tokens=-1000), "decoder 'odd' commits .* not a token"),
     ],
 )
 def test_a_decoder_whose_steps_are_wrong_is_refused_by_its_name(monkeypatch, change, why):
