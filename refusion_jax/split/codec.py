@@ -61,11 +61,13 @@ class Codec:
             bits = np.ceil(np.log2(levels + 1)).astype(int) + 1
             bits = np.clip(bits, _LEAST_BITS, _MOST_BITS)
         half = (1 << (bits - 1)) - 1  # the largest integer
-        steps = _rounded_up(np.maximum(most / half, np.finfo(np.float32).tiny))
+        steps = np.maximum(most / half, np.finfo(np.float32).tiny).astype("<f4")
+        upper = (steps.view("<u4") >> 16).astype("<u2") + np.uint16(1)  # of the next float32 whose lower half is 0
+        steps = _from_upper(upper)
         numbers = np.rint(np.where(is_outlier, 0, x) / steps[:, None]).astype(np.int32)
         rows, places = np.nonzero(is_outlier)
         parts = [
-            _high_half(steps).tobytes(),
+            upper.tobytes(),
             bits.astype(np.uint8).tobytes(),
             np.bincount(rows, minlength=len(x)).astype("<u4" if x.shape[1] > 255 else "u1").tobytes(),
             places.astype(_index_type(x.shape[1])).tobytes(),
@@ -85,7 +87,7 @@ class Codec:
             return _decode_exactly(content, n, D, np.dtype(dtype))
         parts = _Parts(content)
         (is_deflated,) = parts.take("u1", 1)
-        steps = _from_high_half(parts.take("<u2", n))
+        steps = _from_upper(parts.take("<u2", n))
         bits = parts.take("u1", n).astype(int)
         counts = parts.take("<u4" if D > 255 else "u1", n).astype(int)
         places = parts.take(_index_type(D), counts.sum()).astype(int)
@@ -108,19 +110,10 @@ class Codec:
 CODECS = {"exact": Codec(), "int8": Codec(bits=8), "adaptive": Codec(threshold=2.75, tolerance=0.2)}
 
 _SAVED = 0.65  # bytes of an exact value, by its code
-_ROUNDING = 1 + 2.0**-7  # factor by which `_rounded_up` raises a step, at most
+_ROUNDING = 1 + 2.0**-7  # factor by which a step is rounded up, at most
 
 
-def _rounded_up(x: Float[np.ndarray, "T"]) -> Float32[np.ndarray, "T"]:
-    """The next float32 whose lower 16 bits are 0."""
-    return _from_high_half(_high_half(x.astype(np.float32)) + np.uint16(1))
-
-
-def _high_half(x: Float32[np.ndarray, "T"]) -> np.ndarray:
-    return (x.astype("<f4").view("<u4") >> 16).astype("<u2")
-
-
-def _from_high_half(x: np.ndarray) -> Float32[np.ndarray, "T"]:
+def _from_upper(x: np.ndarray) -> Float32[np.ndarray, "T"]:
     return (x.astype("<u4") << 16).view("<f4")
 
 
