@@ -60,8 +60,9 @@ class AppendLog:
 
         OSError if it cannot be written, unless the log keeps trying: then the next call does.
         """
-        if not self._left:
-            self._drop_cut_off_line()
+        size = 0 if self._left else os.fstat(self._file).st_size
+        if size and os.pread(self._file, 1, size - 1) != b"\n":  # a line that a kill has cut off
+            os.ftruncate(self._file, len(self.read()[0]))
         self._left += json.dumps(record, ensure_ascii=False).encode() + b"\n"
         self._write()
 
@@ -74,11 +75,6 @@ class AppendLog:
         if self._keeps_trying:
             self._write()
         os.close(self._file)
-
-    def _drop_cut_off_line(self) -> None:
-        size = os.fstat(self._file).st_size
-        if size and os.pread(self._file, 1, size - 1) != b"\n":
-            os.ftruncate(self._file, len(self.read()[0]))
 
     def _write(self) -> None:
         try:
