@@ -116,7 +116,7 @@ def measure(checkpoint: epath.Path, data: str) -> dict:
     useless += [f"decode.{name}" for name in command.given() if name not in _OF_SCORING]
     if useless:
         raise UserError(f"--{useless[0]}: cannot be used with --data, whose text is scored, not decoded")
-    method, tokenizer = _method(checkpoint), load_tokenizer(checkpoint)
+    method, tokenizer = choose_method(checkpoint, command.given().get("method")), load_tokenizer(checkpoint)
     is_own = not is_foreign(checkpoint) and (find_step(checkpoint)[0] / "config.json").exists()
     has_likelihood = system_of(method).scoring is not None
     if not (is_own or has_likelihood):
@@ -140,11 +140,6 @@ def measure(checkpoint: epath.Path, data: str) -> dict:
             some = spread(min(len(rows), _LIMIT.value or len(rows)), len(rows))
             measured |= held_out_bits(model, tokenizer, (rows[i] for i in some), method=method, **_scoring())
     return measured
-
-
-def _method(checkpoint: epath.Path) -> str:
-    """The decoder from the flags, or else the one that the model was trained for."""
-    return choose_method(checkpoint, command.given().get("method"))
 
 
 def _scoring() -> dict:
@@ -171,7 +166,7 @@ def evaluate(checkpoint: epath.Path, output: Path) -> dict:
         allow_code_execution=_EXECUTE.value or _UNSAFE.value,
         unsafe=_UNSAFE.value,
     )
-    method, tokenizer = _method(checkpoint), load_tokenizer(checkpoint)
+    method, tokenizer = choose_method(checkpoint, command.given().get("method")), load_tokenizer(checkpoint)
     has_template = tokenizer.has_chat_template
     if _CHAT.value and not has_template:
         raise UserError(f"--chat: the tokenizer of {checkpoint} has no chat template")
