@@ -131,7 +131,6 @@ class BlockSizeSettings(shared.Settings):
     )  # fmt: skip
 
     def for_model(self, model: ModelConfig) -> Self:
-        """The settings, with the block size of training as the default."""
         return dataclasses.replace(self, block_size=self.block_size or model.block_size or _BLOCK)
 
 

@@ -54,7 +54,6 @@ class Convolve(masked.OnSchedule):
     settings: ClassVar[type[ConvSettings]] = ConvSettings
 
     def confidence_of(self, s: masked.MaskedText, w: masked.Window, proposal: masked.Proposal) -> Float32[Array, "B N"]:
-        """The probability of the token times tanh(r)."""
         # All of the text except what is left to decode: given text may hold mask tokens, too.
         into = jnp.where(w.masked, w.position, s.text.shape[1])
         is_left = put(jnp.zeros_like(s.text), into, jnp.ones_like(into)) > 0

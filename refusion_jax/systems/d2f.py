@@ -81,7 +81,6 @@ class BlockForcing(Objective):
         return BlockCausal(self.block_length)
 
     def corrupt(self, rows: Rows, keys: Key[Array, "B"]) -> Batch:
-        """Masks response tokens with a probability that rises from block to block of a document."""
         rows = pad_answers(rows, keys, self.padding, self.eos_id)
         positions = text_positions(rows.segment_ids)
         offset = text_positions(2 * rows.segment_ids + rows.is_response)  # in the prompt or in the response

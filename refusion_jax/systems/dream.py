@@ -58,7 +58,6 @@ class ShiftedDiffusion(llada.MaskedDiffusion):
     cart_p: float = setting(0.3, "how fast a clean token's weight falls with the distance to it", above=0, at_most=1)
 
     def corrupt(self, rows: Rows, keys: Key[Array, "B"]) -> Batch:
-        """Masks response tokens, with one probability per document; labels are shifted by one place."""
         rows, is_masked, p = self.draw(rows, keys)
         positions = text_positions(rows.segment_ids)
         is_masked = is_masked & (positions > 0)

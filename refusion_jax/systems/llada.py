@@ -61,7 +61,6 @@ class MaskedDiffusion(Objective):
     )  # fmt: skip
 
     def corrupt(self, rows: Rows, keys: Key[Array, "B"]) -> Batch:
-        """Masks response tokens, with one probability per document."""
         rows, is_masked, p = self.draw(rows, keys)
         response_length = jnp.maximum(per_document_sum(rows.is_response, rows.segment_ids), 1)
         return Batch(

@@ -82,7 +82,6 @@ class RejectRepetition(Objective):
         return {"preference": 1.0, "mdm": self.anchor}
 
     def corrupt(self, rows: Rows, keys: Key[Array, "B"]) -> Batch:
-        """Masks response tokens, with one probability per document; the text is fed twice, with two labels."""
         positions, start = text_positions(rows.segment_ids), document_start(rows.segment_ids)
         is_masked, p = draw_masks(rows, keys)
         count = per_document_sum(is_masked, rows.segment_ids)

@@ -86,7 +86,6 @@ class DenseSlots(Objective):
         return row_length + math.ceil(self.copies * row_length)
 
     def corrupt(self, rows: Rows, keys: Key[Array, "B"]) -> Batch:
-        """Draws noise from the keys and builds [clean slots in an order; masks]."""
         copies = self.input_length(rows.tokens.shape[1]) - rows.tokens.shape[1]
         noise = draw_noise(keys, rows, self.sizes, self.text_order)
         return dense_batch(rows, noise, copies, max(self.sizes) + 1, self.mask_id)

@@ -101,7 +101,6 @@ class SlotDecoder(Decoder):
 
     @classmethod
     def for_requests(cls, requests: Sequence[Request], model: ModelConfig) -> Self:
-        """The smallest sizes that serve all of these requests; the cache has room for what a forward pass writes."""
         K, block_slots = requests[0].settings.slot_size, max(map(slots_a_block, requests))
         return cls.sized(
             requests,

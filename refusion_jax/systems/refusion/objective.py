@@ -60,7 +60,6 @@ class SlotDiffusion(Objective):
         return {"ar": 1.0, "mdm": self.mdm_weight}
 
     def corrupt(self, rows: Rows, keys: Key[Array, "B"]) -> Batch:
-        """Draws noise from the keys, and masks and permutes slots."""
         return hybrid_batch(rows, draw_noise(keys, rows, self.sizes, self.eps), self.mask_id)
 
 
