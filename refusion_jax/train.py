@@ -72,11 +72,8 @@ def train(
 ) -> bool:
     """Trains from where the run's directory stands to the last step, together with the other processes.
 
-    Returns:
-      Whether everything asked for is done; False if it was interrupted, and saved.
-
-    Raises:
-      UserError: if the config, data or directory cannot be used; nothing has been written then.
+    Returns whether everything asked for is done; False if it was interrupted, and saved. UserError if the config, data
+    or directory cannot be used; nothing has been written then.
     """
     # 1. What is asked for, and is any of it left to do?
     preemption = Preemption()

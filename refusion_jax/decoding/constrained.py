@@ -73,11 +73,7 @@ class Constrained(Continuer):
 
     @classmethod
     def of(cls, decoder: type[Decoder], requests: Sequence[Request], model: ModelConfig) -> Self:
-        """The decoder for requests from `prepare` with grammars, in place of the one that serves them without.
-
-        Raises:
-          UserError: where the decoder's models have no next token, or a request has gaps or no grammar.
-        """
+        """The decoder for requests with grammars, in place of the one that serves them without; UserError if it cannot."""
         s = requests[0].settings
         if not decoder.next_token:
             raise UserError(

@@ -145,11 +145,7 @@ class Decoder(abc.ABC):
     @classmethod
     @abc.abstractmethod
     def for_requests(cls, requests: Sequence[Request], model: ModelConfig) -> Self:
-        """A decoder with the smallest sizes that serve all of these requests, of which there is at least one.
-
-        Raises:
-          UserError: if the decoder cannot serve a request.
-        """
+        """A decoder with the smallest sizes that serve all of these requests, at least one; UserError if it cannot."""
 
     @classmethod
     def settings_for(cls, fed: float, new_tokens: int, slot_size: int = 8) -> dict[str, Any]:

@@ -54,6 +54,7 @@ def stream(
 
     The longest texts are decoded first, since a long one at the end would run while the other rows are idle. An answer
     does not depend on the other requests, except that one stopped by `watch` may be a few forward passes longer.
+    UserError if one cannot be continued.
 
     Args:
       model: from `load_model`. The batch is split over the mesh of its weights; all hosts of that mesh must call this
@@ -66,9 +67,6 @@ def stream(
       every: forward passes between calls of `watch`; with 1 it is also called after an admission.
       record: called with (index, what the last forward passes did), every few forward passes; costs nothing if None.
       batch_type: a subclass of RunningBatch, if the decoder needs one.
-
-    Raises:
-      UserError: if an answer cannot be continued.
     """
     rows = batch_rows(len(requests), batch_size, mesh_of(model))
     kept = -(-rows // _KEPT) * decoder.cache_length if len(requests) > 1 else 0

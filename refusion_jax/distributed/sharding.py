@@ -42,11 +42,8 @@ RULES: dict[str | None, tuple[str, ...]] = {
 def make_mesh(shape: Mapping[str, int], devices: list[jax.Device] | None = None) -> Mesh:
     """Arranges the devices in a mesh: neighbours on the network inside a slice, copies across slices.
 
-    Refuses sizes that do not multiply to the number of devices, and slices that do not hold whole copies.
-
-    Args:
-      shape: sizes of MESH_AXES, 1 where not given; at most one is -1 and takes what the others leave.
-      devices: all of jax.devices() by default.
+    Refuses sizes that do not multiply to the number of devices, and slices that do not hold whole copies. The shape
+    has sizes of MESH_AXES, 1 where not given; at most one is -1 and takes what the others leave.
     """
     devices = jax.devices() if devices is None else devices
     shape = dict.fromkeys(MESH_AXES, 1) | dict(shape)

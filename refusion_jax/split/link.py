@@ -39,11 +39,7 @@ class Link:
         """Connects a device that has `layers` layers of the model with this stamp, see `parts.fingerprint`.
 
         The key is held by both sides; the codec, one of CODECS, is for both directions. A lost server must be back, and
-        must answer, within `patience` seconds.
-
-        Raises:
-          UserError: if the server refuses this device.
-          Failure: if it cannot be reached.
+        must answer, within `patience` seconds. UserError if it refuses this device, Failure if it cannot be reached.
         """
         self._address, self._tls, self._patience = address, frames.secured(key, is_server=False), patience
         self._hello, self._codec = frames.Hello(frames.VERSION, stamp, layers, codec, b"", 0), CODECS[codec]

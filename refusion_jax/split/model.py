@@ -121,12 +121,9 @@ class Upper:
     def __call__(
         self, packing: Packing, caches: Sequence[KeyValues], arrays: Sequence[tuple[np.ndarray, ...]]
     ) -> tuple[list[np.ndarray], list[KeyValues]]:
-        """(inputs of the output head, [B, T, D]; the new cache) for every batch.
+        """(inputs of the output head, [B, T, D]; the new cache) for every batch; all have the same packing.
 
-        Args:
-          packing: that of every batch.
-          caches: donated.
-          arrays: for each the hidden states [B, T, D], positions [B, T], visible [B, T, T], length and fed [B].
+        Caches are donated; arrays are hidden states [B, T, D], positions [B, T], visible [B, T, T], length, fed [B].
         """
         joined = [np.concatenate(parts) for parts in zip(*arrays, strict=True)]
         several = packing._replace(rows=packing.rows * len(caches), shards=packing.shards * len(caches))

@@ -36,14 +36,8 @@ def load_part(
 ) -> Transformer:
     """`part_of` a stored model; no other weights are kept, and each is rounded before the next is read.
 
-    Args:
-      read, config: from `checkpoints.load.open_weights`; of the whole model.
-      first, end: as for `part_of`.
-      dtype: of weights and computation.
-      weights, cache: as for `Transformer.rounded`.
-
-    Raises:
-      UserError: if a weight cannot be read.
+    `read` and `config` are those of the whole model, `weights` and `cache` as for `Transformer.rounded`. UserError if a
+    weight cannot be read.
     """
     part = abstract_part(config, first, end, dtype)
     graphdef, state = nnx.split(part)

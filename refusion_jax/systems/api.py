@@ -33,9 +33,7 @@ def DecodeSettings(method: str = "", **settings: Any) -> Settings:  # noqa: N802
     """The settings of a decoder, by default of the first decoder of the default system.
 
     The same keywords may be used for several decoders: settings that only other decoders have are checked and dropped.
-
-    Raises:
-      SettingError: for a setting that no decoder has, or an impossible value.
+    SettingError for one that no decoder has, or an impossible value.
     """
     method = method or next(iter(default_system().decoders))
     # Decoders cannot be compiled for scalars of numpy or JAX, only for Python's.
@@ -137,10 +135,8 @@ def stream(
 ) -> Iterator[tuple[int, Answer]]:
     """Decodes a queue of requests from `prepare`, at least one, and yields (index, answer) as answers finish.
 
-    Their settings name the decoder and the batch size; `watch`, `every` and `record` are those of `queue.stream`.
-
-    Args:
-      decoder: one whose compiled sizes several calls share; by default that of `decoder_for`.
+    Their settings name the decoder and the batch size; `watch`, `every` and `record` are those of `queue.stream`. By
+    default the decoder is that of `decoder_for`; with another one several calls share compiled sizes.
     """
     settings = requests[0].settings
     check_auxiliaries(model, settings)

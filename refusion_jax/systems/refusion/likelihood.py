@@ -15,16 +15,14 @@ def slot_scoring(text: ScoredText) -> ScoredTokens:
     The first token of a slot is predicted by a mask token at its place that attends to exactly what was committed
     before the slot, as if it were the only slot of a plan; the other tokens of the slot are predicted by the token
     before them, as in training. One forward pass scores all slots. Slots start at the first token of the continuation;
-    the last one may be short. A prompt token `p` and the slots (ab)(cd) in the order (cd)(ab) are fed as
+    the last one may be short. UserError if the order does not name each of them once. A prompt token `p` and the
+    slots (ab)(cd) in the order (cd)(ab) are fed as
 
         tokens       p  c  d  a  b  M  M
         positions    0  3  4  1  2  1  3
         rank         0  2  4  6  8  5  1     a mask ranks between what was committed before its slot and the slot
         group        0  0  0  0  0  2  1     and no other token attends to it
         labels       .  d  .  b  .  a  c
-
-    Raises:
-      UserError: if the order does not name every slot exactly once.
     """
     prompt, continuation, slot_size = text.prompt, text.continuation, text.slot_size
     P, R = len(prompt), len(continuation)
