@@ -133,11 +133,8 @@ class BlockCache(masked.MaskedDecoder):
             nothing = jax.tree.map(lambda x: x[:, :, :, :0], s.entries)
             x, new = model.extend_hidden(s.text[:, :width], index, nothing, jnp.zeros_like(start), visible)
             x = jnp.take_along_axis(x, jnp.minimum(at, width - 1)[:, :, None], axis=1)
-            return x, jax.tree.map(kept, new)
-
-        def kept(x):
-            room = max(0, self.cache_length - x.shape[2])
-            return jnp.pad(x[:, :, : self.cache_length], ((0, 0), (0, 0), (0, room), (0, 0), (0, 0)))
+            room = (0, 0), (0, 0), (0, C - width), (0, 0), (0, 0)
+            return x, jax.tree.map(lambda x: jnp.pad(x, room), new)
 
         lengths = jnp.where(takes_part, s.length, 0)
         x, new = masked.in_smallest(lengths, masked.widths(C, self.new_tokens), forward)
