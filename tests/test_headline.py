@@ -110,10 +110,10 @@ def test_an_adapted_run_sees_as_much_as_a_whole_one_and_none_of_its_start_again(
 
 def test_seeds_can_be_added_to_a_comparison_but_nothing_else_changed():
     small = BUDGETS["small"]
-    assert small.changed(seeds=1).of_each_run() == small.of_each_run()
-    assert small.changed(speed_proxy="").of_each_run() == small.of_each_run()
-    assert small.changed(seeds=1).seeds == 1
-    untuned = small.changed(rates=(), seeds=1)
+    assert dataclasses.replace(small, seeds=1).of_each_run() == small.of_each_run()
+    assert dataclasses.replace(small, speed_proxy="").of_each_run() == small.of_each_run()
+    assert dataclasses.replace(small, seeds=1).seeds == 1
+    untuned = dataclasses.replace(small, rates=(), seeds=1)
     assert untuned.of_each_run() != small.of_each_run()
     assert not untuned.rates
 

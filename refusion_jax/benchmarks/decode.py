@@ -85,7 +85,9 @@ def main(own: flags.FlagValues) -> None:
         shared = _DEFAULTS | command.given(own) | {"batch_size": batch_size}
         setups = {setup: read_setup(setup, shared, own.checkpoint) for setup in names}
         if own.prompts:
-            prompts = prompts_in(own.prompts, own.checkpoint, next(iter(setups.values())))
+            tokenizer = find_tokenizer(epath.Path(own.checkpoint)) if own.checkpoint else None
+            found = read_prompts(Path(own.prompts), tokenizer, next(iter(setups.values())))
+            prompts = [Request(request.prompt, name=request.name) for _, request in found]  # without settings of lines
         else:
             prompts = random_prompts(own.prompts_per_row * batch_size, own.prompt_length, model.config)
         for record in measure(model, setups, prompts, own.repeats, bandwidth):
@@ -148,12 +150,6 @@ def timed(model: Transformer, requests: Sequence[Request], *decoder: Any, **how:
     found = dict(stream(model, requests, *decoder, **how))
     seconds = time.perf_counter() - began
     return [found[i] for i in range(len(requests))], seconds
-
-
-def prompts_in(file: str, checkpoint: str | None, settings: Settings) -> list[Request]:
-    """The prompts of a JSONL file, without settings in its lines; the checkpoint's tokenizer encodes text."""
-    tokenizer = find_tokenizer(epath.Path(checkpoint)) if checkpoint else None
-    return [Request(request.prompt, name=request.name) for _, request in read_prompts(Path(file), tokenizer, settings)]
 
 
 def random_prompts(count: int, length: int, model: ModelConfig) -> list[Request]:

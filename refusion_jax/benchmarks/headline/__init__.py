@@ -26,6 +26,7 @@ papers' claims about speed at the cost of 59 M parameters, which do not fit in a
 """
 
 import contextlib
+import dataclasses
 import json
 import math
 from pathlib import Path
@@ -83,10 +84,11 @@ def main(own: flags.FlagValues) -> None:
 
 
 def _experiment(own: flags.FlagValues) -> Experiment:
-    """The experiment from the flags."""
     if not own.output:
         raise UserError("--output=: name a directory for the comparison")
-    budget = BUDGETS[own.budget].changed(seeds=own.seeds, speed_proxy=own.speed_proxy, rates=None if own.tune else ())
+    given = {"seeds": own.seeds, "speed_proxy": own.speed_proxy, "rates": None if own.tune else ()}
+    given = {name: value for name, value in given.items() if value is not None}
+    budget = dataclasses.replace(BUDGETS[own.budget], **given)
     if budget.speed_proxy:
         read_shape(budget.speed_proxy)
     file = own.config or f"configs/headline.py:{own.budget}"

@@ -42,10 +42,6 @@ class Budget:
     sweep: int = 4  # runs that try a learning rate have this fraction of the steps: 1 / sweep
     speed_proxy: str = ""  # WIDTHxLAYERS of a model at whose cost speed claims are checked, too; empty: none
 
-    def changed(self, **given: Any) -> "Budget":
-        """A budget with the given fields replaced, except those that are None."""
-        return dataclasses.replace(self, **{name: value for name, value in given.items() if value is not None})
-
     def of_each_run(self) -> dict[str, Any]:
         """What the result of a run depends on: all except the seeds and the speed proxy, which may change later."""
         return {name: value for name, value in dataclasses.asdict(self).items() if name not in ("seeds", "speed_proxy")}
