@@ -183,7 +183,7 @@ class _Counter:
     def _taken(self, inside: Computation, name: str) -> float:
         """Bytes of a value that its users in a fusion need; infinite if one of them needs all of it."""
         taken = 0.0
-        for user in inside.users(name):
+        for user in (i for i in inside.instructions.values() if name in i.operands):
             if user.opcode in ("dynamic-slice", "slice", "gather") and user.operands[0] == name:
                 taken += user.shapes[0].bytes
             elif user.opcode == "dynamic-update-slice" and user.operands[0] == name:

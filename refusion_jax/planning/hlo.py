@@ -81,10 +81,6 @@ class Computation:
     def parameters(self) -> dict[int, Instruction]:
         return {int(i.operands[0]): i for i in self.instructions.values() if i.opcode == "parameter"}
 
-    def users(self, name: str) -> list[Instruction]:
-        """Instructions that read the result of this one."""
-        return [i for i in self.instructions.values() if name in i.operands]
-
 
 @dataclasses.dataclass(frozen=True)
 class Module:
