@@ -53,7 +53,6 @@ _OF_ROWS = {"data", "seed", "batch_size", "row_length"}  # config keys that dete
 
 
 def _tokenizer() -> Tokenizer:
-    """The tokenizer of --data."""
     file = find_tokenizer_file(epath.Path(_DATA.value))
     if not file:
         raise UserError(f"{_DATA.value} holds no tokenizer")

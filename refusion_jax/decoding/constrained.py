@@ -73,7 +73,7 @@ class Constrained(Continuer):
 
     @classmethod
     def of(cls, decoder: type[Decoder], requests: Sequence[Request], model: ModelConfig) -> Self:
-        """The decoder for requests with grammars, in place of the one that serves them without; UserError if it cannot."""
+        """The decoder for requests with grammars, in place of one that serves them without; UserError if it cannot."""
         s = requests[0].settings
         if not decoder.next_token:
             raise UserError(

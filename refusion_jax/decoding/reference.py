@@ -135,7 +135,6 @@ class ReferenceDecoder:
 
     @property
     def has_ended(self) -> bool:
-        """Whether an EOS was committed."""
         return self.ids.eos_id in self.tokens(self.places)
 
     def is_complete(self) -> bool:

@@ -123,7 +123,6 @@ class Places:
         return cls(position, np.array([request.ends_from for request in requests], np.int32), count)
 
     def may_end(self, positions: Int32[Array, "B T"]) -> Bool[Array, "B T"]:
-        """Whether an EOS may be written there."""
         return positions >= self.ends_from[:, None]
 
 

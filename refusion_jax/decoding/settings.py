@@ -135,11 +135,9 @@ class TracedSettings(types.SimpleNamespace):
         return cls(**{name: np.array([v[name] for v in values], dtypes[type(values[0][name])]) for name in values[0]})
 
     def of_sampling(self) -> Self:
-        """The settings that sampling needs."""
         return type(self)(temperature=self.temperature, top_k=self.top_k, top_p=self.top_p)
 
     def replace(self, **changed: ArrayLike) -> Self:
-        """The settings with other or further values."""
         return type(self)(**vars(self) | changed)
 
     def tree_flatten_with_keys(self):

@@ -39,7 +39,6 @@ class LayerService:
         self._batches = Batches()
 
     def listen(self, listening: socket.socket, tls: ssl.SSLContext) -> None:
-        """Accepts devices until the socket is closed."""
         while listening.fileno() >= 0:
             try:
                 plain, _ = listening.accept()

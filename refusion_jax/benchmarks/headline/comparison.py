@@ -53,7 +53,6 @@ class Comparison:
     """One comparison: its experiment, and its stored records."""
 
     def __init__(self, directory: Path, experiment: Experiment, store: Journal):
-        """Does nothing before `run`."""
         self._directory, self._asked, self._store = directory, experiment, store
         self._config, self._budget = experiment.config, experiment.budget
         self._validation, self._test = experiment.held_out()
