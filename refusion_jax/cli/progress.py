@@ -30,13 +30,10 @@ class _Rate(ProgressColumn):
 
 
 def progress(*columns: ProgressColumn, ticks: bool = True) -> Progress:
-    """A bar to be started and advanced; nothing if stderr is not a terminal.
+    """A bar to be started and advanced, by default with rate and remaining time; nothing if stderr is not a terminal.
 
-    Output to stdout meanwhile is printed above the bar, and is unchanged if stdout is a file or a pipe.
-
-    Args:
-      *columns: by default the description, the bar, the count and total, the rate and the remaining time.
-      ticks: redraw it ten times per second, which would disturb measurements; otherwise only when it advances.
+    Output to stdout meanwhile is printed above the bar, and is unchanged if stdout is a file or a pipe. With `ticks` it
+    is redrawn ten times per second, which would disturb measurements; otherwise only when it advances.
     """
     columns = columns or (_WHAT, BarColumn(), MofNCompleteColumn(), _Rate(), TimeRemainingColumn())
     how = {"disable": not sys.stderr.isatty(), "redirect_stdout": sys.stdout.isatty(), "auto_refresh": ticks}

@@ -185,10 +185,7 @@ DRAFT, _CHECK, _REPAIR = range(3)  # purposes of a random draw at a place, each 
 
 
 def distribution(logits: Float32[Array, "B T V"], settings: TracedSettings) -> Float32[Array, "B T V"]:
-    """The distribution that tokens are sampled from; at temperature 0, one-hot at the most probable token.
-
-    The logits are those of the tokens that may be chosen.
-    """
+    """The distribution that tokens that may be chosen are sampled from; at temperature 0, one-hot at the best one."""
     settings = _of_tokens(settings.of_sampling(), logits.shape[:2])
     greedy = jax.nn.one_hot(best(logits), logits.shape[-1])
     is_warm = settings.temperature > 0

@@ -25,10 +25,7 @@ _adapter = functools.cache(pydantic.TypeAdapter)
 def read_json(
     path: epath.PathLike, kind: type[_T] = dict[str, Any], extra: Literal["forbid", "ignore"] = "forbid"
 ) -> _T:
-    """The value in a file; with extra="ignore" it may have fields that its kind does not declare.
-
-    UserError names the file, and the line or field at fault.
-    """
+    """The value in a file, which may have undeclared fields with extra="ignore"; UserError names file and field."""
     return parse_json(read_file(path), kind, f"{path} cannot be read", extra)
 
 

@@ -92,10 +92,7 @@ class DenseSlots(Objective):
 
 
 def draw_noise(keys: Key[Array, "B"], rows: Rows, sizes: tuple[int, ...], text_order: float) -> Noise:
-    """Draws slot size, order and phase of each document, and which slots are copied, from a key per row.
-
-    `text_order` is the probability that a document's slots stay in the order of the text.
-    """
+    """Draws slot size, order and phase of each document, and which slots are copied, from a key per row."""
     T = rows.tokens.shape[1]
 
     def draw(key):

@@ -286,10 +286,7 @@ def choose_slots(
 
 
 def to_commit(work: Work, here: Block, accepted: Bool[Array, "B M K"], eos_id: int) -> Bool[Array, "B M K"]:
-    """The drafts to commit: the accepted prefix of all chosen slots in sequence, cut after an EOS or a whole slot.
-
-    An EOS after the accepted prefix is ignored.
-    """
+    """The drafts to commit: of the accepted prefix of the chosen slots in sequence all up to an EOS, or whole slots."""
     B, M, K = work.drafts.shape
     is_fed = work.chosen[:, :, None] & (jnp.arange(K)[None, None] < here.size[:, :, None])
     prefix = run_length((accepted | ~is_fed).reshape(B, M * K))[:, None, None]  # of the grid, empty places included
