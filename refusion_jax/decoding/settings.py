@@ -29,6 +29,7 @@ class Settings:
     auxiliary_models: ClassVar[dict[str, dict[str, Any]]] = {}
     slot_size: ClassVar[int] = 1  # a setting in decoders with slots
     draft_length: ClassVar[int] = 0  # a setting in decoders that verify drafts
+    block_length: ClassVar[int] = 0  # a setting in decoders that go block by block; 0: the whole answer
 
     method: str = setting(
         "", "Name of the decoder; by default the one for the system that trained the model", scope="compiled"

@@ -25,6 +25,7 @@ from jaxtyping import Array, Bool, Float32, Int32
 
 from refusion_jax.batch.rows import row_index
 from refusion_jax.cli.settings import setting
+from refusion_jax.decoding import settings as shared
 from refusion_jax.decoding.reference import ReferenceDecoder
 from refusion_jax.decoding.requests import Request
 from refusion_jax.decoding.sampling import put
@@ -34,7 +35,7 @@ from refusion_jax.systems.interface import System
 
 
 @dataclasses.dataclass(frozen=True)
-class ConvSettings(masked.MaskedSettings):
+class ConvSettings(shared.Settings):
     """How to decode a masked diffusion model with a preference for masks near known tokens."""
 
     steps: int = setting(0, "Passes for an answer of max_new_tokens; 0: one per token", at_least=0, at_most=2**24)

@@ -39,6 +39,7 @@ from refusion_jax.batch.batch import Batch
 from refusion_jax.batch.rows import Rows, decayed_sum, next_in_row, text_positions
 from refusion_jax.batch.visibility import Visibility
 from refusion_jax.cli.settings import setting
+from refusion_jax.decoding import settings as shared
 from refusion_jax.decoding.reference import ReferenceDecoder
 from refusion_jax.decoding.requests import Request, most_new_tokens
 from refusion_jax.model.families import Release
@@ -96,7 +97,7 @@ def schedule(masks: int, steps: int) -> tuple[int, ...]:
 
 
 @dataclasses.dataclass(frozen=True)
-class DreamSettings(masked.MaskedSettings):
+class DreamSettings(shared.Settings):
     """How to decode a shifted masked diffusion model."""
 
     steps: int = setting(0, "Passes for an answer of max_new_tokens; 0: one per token", at_least=0, at_most=2**16)

@@ -37,6 +37,7 @@ from flax import struct
 from jaxtyping import Array, Bool, Float, Int32, Key
 
 from refusion_jax.cli.settings import setting
+from refusion_jax.decoding import settings as shared
 from refusion_jax.decoding.cache import Cache, stored
 from refusion_jax.decoding.reference import ReferenceDecoder
 from refusion_jax.decoding.requests import Layout, Request
@@ -50,7 +51,7 @@ _BLOCK = 32  # as in the paper
 
 
 @dataclasses.dataclass(frozen=True)
-class FastSettings(masked.MaskedSettings):
+class FastSettings(shared.Settings):
     """How to decode a masked diffusion model with a cache."""
 
     block_length: int = setting(

@@ -38,6 +38,7 @@ from refusion_jax.batch.masking import PADDING, draw_masks, pad_answers, shuffle
 from refusion_jax.batch.rows import Rows, per_document_sum, text_positions
 from refusion_jax.batch.visibility import BIDIRECTIONAL, Pattern, Visibility
 from refusion_jax.cli.settings import setting
+from refusion_jax.decoding import settings as shared
 from refusion_jax.decoding.reference import ReferenceDecoder
 from refusion_jax.decoding.requests import Request
 from refusion_jax.decoding.sampling import put
@@ -80,7 +81,7 @@ class MaskedDiffusion(Objective):
 
 
 @dataclasses.dataclass(frozen=True)
-class DiffusionSettings(masked.MaskedSettings):
+class DiffusionSettings(shared.Settings):
     """How to decode a masked diffusion model."""
 
     steps: int = setting(0, "Passes for an answer of max_new_tokens; 0: one per token", at_least=0, at_most=2**24)

@@ -23,7 +23,6 @@ from jaxtyping import Array, Bool, Float32, Int32, Key
 
 from refusion_jax.batch.visibility import BIDIRECTIONAL, Visibility
 from refusion_jax.cli.errors import UserError
-from refusion_jax.decoding import settings as shared
 from refusion_jax.decoding.decoder import Decoder, Proposal, RowState
 from refusion_jax.decoding.reference import ReferenceDecoder
 from refusion_jax.decoding.requests import Layout, Request, most_new_tokens, text_capacity
@@ -67,17 +66,10 @@ class Window(NamedTuple):
     masked: Bool[Array, "B K"]  # in the window and not yet committed
 
 
-class MaskedSettings(shared.Settings):
-    """Settings of all masked decoders; a decoder that lets the user choose one declares a field of that name."""
-
-    block_length: ClassVar[int] = 0  # 0: the whole answer
-
-
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MaskedDecoder(Decoder):
     """The base of masked decoders; the width is C, the length of the longest text."""
 
-    settings: ClassVar[type[MaskedSettings]]
     always_shifted: ClassVar[bool] = False  # whether all models are `shifted`, whatever their config says
 
     block_length: int  # K, the longest block
