@@ -57,13 +57,10 @@ def pad_answers(rows: Rows, keys: Key[Array, "B"], share: float, eos_id: int) ->
 
 
 def draw_masks(rows: Rows, keys: Key[Array, "B"]) -> tuple[Bool[Array, "B T"], Float32[Array, "B T"]]:
-    """Masks response tokens, with one probability per document.
+    """(which response tokens are masked, p = (1 - EPS) t + EPS with t ~ U(0, 1) of each token's document).
 
     An EOS and its repeats are masked one by one, like all tokens (as in LLaDA). If they were masked together, a visible
     one would tell that no mask before it is an EOS; in decoding, however, the last ones may be committed first.
-
-    Returns:
-      (which tokens are masked, p = (1 - EPS) t + EPS with t ~ U(0, 1) of each token's document).
     """
     p, u = draw_levels(keys, rows)
     p = jnp.take_along_axis(p, document_start(rows.segment_ids), axis=1)
