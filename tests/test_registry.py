@@ -8,7 +8,7 @@ import jax
 import pytest
 from conftest import MASK, PROMPTS, ROOT, config_with, run, settings, sharp_model
 from helpers import config_of_mine
-from test_systems import rows
+from test_systems import ROWS
 
 from refusion_jax import UserError, decode
 from refusion_jax.cli.settings import setting
@@ -181,7 +181,7 @@ def test_a_batch_that_does_not_fit_is_refused_with_the_name_of_its_objective(cha
             return batch if fields else fields
 
     with pytest.raises(UserError, match=f"Odd.corrupt: {why}"):
-        Odd(MASK).batch(rows(), jax.random.split(jax.random.key(0), 2))
+        Odd(MASK).batch(ROWS, jax.random.split(jax.random.key(0), 2))
 
 
 @pytest.mark.parametrize(
