@@ -65,7 +65,7 @@ def undecorated(name: str) -> str:
             "UserError: .*steps has no",
         ),
         (undecorated("MaskedDiffusion(Objective)"), "UserError: .*its objective has no decorator @dataclass"),
-        (undecorated("DiffusionSettings(masked"), "UserError: .*settings class of its decoder 'odd' has no decorator"),
+        (undecorated("DiffusionSettings(shared"), "UserError: .*settings class of its decoder 'odd' has no decorator"),
     ],
 )
 def test_a_system_that_is_not_whole_is_named_and_breaks_no_other(folder, capsys, source, why):
