@@ -118,6 +118,12 @@ def test_the_newer_api_gives_the_answer_of_a_chat(client, address):
     assert whole.status == {"stop": "completed", "length": "incomplete"}[chat.choices[0].finish_reason]
     used = whole.usage.input_tokens, whole.usage.output_tokens
     assert used == (chat.usage.prompt_tokens, chat.usage.completion_tokens)
+    more = {"role": "user", "content": "Sort 3."}
+    told = [*asked, {"role": "assistant", "content": whole.output_text}, more]
+    chat = client.chat.completions.create(model="tiny", messages=told, max_tokens=8)
+    following = client.responses.create(model="tiny", input=[*asked, *whole.output, more], max_output_tokens=8)
+    assert following.output_text == chat.choices[0].message.content
+    assert following.usage.input_tokens == chat.usage.prompt_tokens
     several = 0
     for text in TEXTS:
         how = {"input": text, "max_output_tokens": 24, "temperature": 1.5}

@@ -29,6 +29,7 @@ class Part(Strict):
     type: Literal["input_text", "output_text"]
     text: str
     annotations: list[Any] = Field(default_factory=list, max_length=MOST_PARTS)
+    logprobs: list[Any] = Field(default_factory=list, description="As in an answer of ours; of no effect")
 
 
 Content = str | Annotated[list[Part], Field(max_length=MOST_PARTS)]
