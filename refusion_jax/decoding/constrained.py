@@ -157,10 +157,10 @@ class ConstrainedBatch(RunningBatch):
             self.failed.pop(row, None)
         return rows
 
-    def run(self, finished: int, most: int = UNTIL_DONE) -> int:
+    def run(self, finished: int, most: int = UNTIL_DONE) -> None:
         if most:
             self._give_drafts()
-        return super().run(finished, min(most, 1))
+        super().run(finished, min(most, 1))
 
     def look(self) -> Progress:
         """Waits for the forward pass, and advances the grammars over what it has committed."""

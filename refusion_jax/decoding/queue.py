@@ -74,7 +74,7 @@ def stream(
     batch = (batch_type or RunningBatch)(model, decoder, requests[0], rows, blocks)
     batch.recorded = LOOK if record else 0
     refill, ids = -(-batch.rows // REFILL), decoder.ids
-    row_of, finished, idle, committed = {}, [], 0, None
+    row_of, finished = {}, []
     waiting = sorted(range(len(requests)), key=lambda index: (requests[index].length, -index))  # popped from its end
 
     def answers() -> Iterator[tuple[int, Answer]]:
@@ -90,16 +90,11 @@ def stream(
         wanted = min(refill, len(waiting)) if waiting else batch.rows
         most = every if watch else _MOST
         most = 0 if most == 1 and some else most  # to show what an admission commits
-        passes = batch.run(wanted, most)
+        batch.run(wanted, most)
         yield from answers()  # so that the caller works while the device decodes
         progress = batch.look()
         if batch.failed:
             raise next(iter(batch.failed.values()))
-        count = progress.record.count  # decoders may also take tokens back
-        idle = 0 if some or np.any(count > committed) else idle + passes
-        committed = count if some else np.maximum(count, committed)
-        if idle > _IDLE:
-            raise UserError(f"{type(decoder).__name__}.step: does not end: {idle} forwards have committed nothing new")
         for row, index in row_of.items() if record else ():
             record(index, jax.tree.map(lambda x, row=row: x[:, row], progress.trajectory))
         done, ended = [row for row in row_of if not progress.active[row]], []
@@ -177,6 +172,8 @@ class RunningBatch:
         self.failed: dict[int, UserError] = {}  # by row: why its answer cannot be continued
         self._prefixes = prefixes.Prefixes(blocks if decoder.copies_prefix else 0, decoder.prefix_block)
         self.known = np.zeros(rows, np.int32)  # given tokens of each row that came from the prefix cache
+        # The most tokens that each row has had, and forward passes since one of them had more.
+        self._committed, self._idle = np.zeros(rows, np.int32), 0
         check_memory(model, self._mesh, rows, decoder, self._prefixes.count * self._prefixes.size)
         with jax.set_mesh(self._mesh):
             self._state = _empty(self._static, self._params, decoder.lay_out([like]), rows)
@@ -207,7 +204,7 @@ class RunningBatch:
         size = next(size for size in self._sizes if size >= len(requests))
         some = dict(zip(rows, requests, strict=True))
         new = newcomers(some, size, self.rows, self._decoder, self._prefixes, blocks)
-        self.known[rows] = new.known
+        self.known[rows], self._committed[rows], self._idle = new.known, 0, 0
         self._prefill(new)
         return rows
 
@@ -215,22 +212,25 @@ class RunningBatch:
         with jax.set_mesh(self._mesh):
             self._state, self._store = _admit(self._static, self._params, self._state, self._store, new)
 
-    def run(self, finished: int, most: int = UNTIL_DONE) -> int:
-        """Starts decoding until `finished` rows, including free ones, are done, or for `most` forward passes.
-
-        Returns the most forward passes that this can be: fewer than `most` if trajectories are recorded.
-        """
+    def run(self, finished: int, most: int = UNTIL_DONE) -> None:
+        """Starts decoding until `finished` rows, including free ones, are done, or for `most` forward passes."""
         with jax.set_mesh(self._mesh):
             most = min(most, self.recorded or most)
+            self._idle += most
             how = finished, most, self.recorded, self._counts_drafts
             self._state, self._trajectory, self._drafts = _run(self._static, self._params, self._state, *how)
-        return most
 
     def look(self) -> Progress:
-        """Waits for the device and fetches what the rows have decoded."""
+        """Waits for the device and fetches what the rows have decoded; UserError where the decoder does not end."""
         s = self._state
         with jax.set_mesh(self._mesh):
-            return Progress(*fetch((s.active, s.record, s.forwards, s.rounds, self._trajectory, self._drafts)))
+            progress = Progress(*fetch((s.active, s.record, s.forwards, s.rounds, self._trajectory, self._drafts)))
+        count, name = progress.record.count, type(self._decoder).__name__  # decoders may also take tokens back
+        self._idle = 0 if np.any(count > self._committed) else self._idle
+        self._committed = np.maximum(count, self._committed)
+        if self._idle > _IDLE:
+            raise UserError(f"{name}.step: does not end: {self._idle} forwards have committed nothing new")
+        return progress
 
     def stop(self, rows: Sequence[int]) -> None:
         """Frees rows before they are finished."""
