@@ -84,6 +84,11 @@ class Objective(abc.ABC):
                 raise UserError(f"{part} is of shape {x.shape}, not (B, T) = {shape}")
             if dtype != (expected := jnp.dtype(dtypes.get(at[0].name, dtype))):
                 raise UserError(f"{part} is of {dtype}, not {expected}")
+        if batch.combine:
+            terms = jax.eval_shape(batch.combine, jnp.zeros(batch.labels.shape), batch)
+            told = jax.tree.map(lambda x: f"{x.dtype}{[*x.shape]}", terms)
+            if told != (wanted := dict.fromkeys(self.coefficients, "float32[]")):
+                raise UserError(f"{name}: its combine returns {told}, not {wanted}")
         return batch
 
 
