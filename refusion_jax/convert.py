@@ -17,11 +17,11 @@ import jax
 from absl import flags
 from etils import epath
 
-from refusion_jax.checkpoints.directory import find_step
 from refusion_jax.checkpoints.load import (
     find_objective,
     find_tokenizer,
     load_model,
+    newest_step,
     read_dtype,
     read_model_config,
     read_trained,
@@ -103,6 +103,7 @@ def main() -> None:
         raise UserError(f"--from={source} is not a directory")
     if _FORMAT.value == "orbax" and not huggingface_config.is_huggingface(source):
         raise UserError(f"--from={source} holds no model of Hugging Face; --format=huggingface merges adapters")
+    source = newest_step(source)
     directory = tokenizer_place(source)
     carried = {name: read_file(directory / name) for name in _TOKENIZER_FILES if (directory / name).exists()}
     dtype = _DTYPE.value or read_dtype(source)
@@ -120,8 +121,8 @@ def main() -> None:
         for name, content in carried.items():
             write_file(partial / name, content)
         if _FORMAT.value != "orbax" and (directory / "checkpoints").exists() and (directory / "config.json").exists():
-            step = int(find_step(source)[1].name)
-            write_file(partial / "README.md", model_card(directory, step, target.name, _FORMAT.value))
+            card = model_card(directory, int(source.name), target.name, _FORMAT.value)
+            write_file(partial / "README.md", card)
         if _FORMAT.value == "orbax":
             to_orbax(source, partial, dtype, _MASK.value)
         elif _FORMAT.value == "peft":

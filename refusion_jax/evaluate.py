@@ -39,7 +39,15 @@ from absl import flags
 from etils import epath
 
 from refusion_jax.checkpoints.directory import find_step
-from refusion_jax.checkpoints.load import choose_method, is_foreign, load_for, load_model, load_tokenizer, weights_stamp
+from refusion_jax.checkpoints.load import (
+    choose_method,
+    is_foreign,
+    load_for,
+    load_model,
+    load_tokenizer,
+    newest_step,
+    weights_stamp,
+)
 from refusion_jax.cli import command, flag_values
 from refusion_jax.cli.errors import UserError, needs
 from refusion_jax.cli.progress import waiting
@@ -95,7 +103,7 @@ def main() -> None:
         )
     output = Path(_OUTPUT.value)
     flag_values.check_output("output", output, directory=True)
-    checkpoint = epath.Path(_CHECKPOINT.value)
+    checkpoint = newest_step(epath.Path(_CHECKPOINT.value))
     with together():
         signal.signal(signal.SIGTERM, signal.SIG_DFL)  # with several processes JAX handles it, for training to save
         results = measure(checkpoint, _PREPARED.value) if _PREPARED.value else evaluate(checkpoint, output)
@@ -177,7 +185,7 @@ def evaluate(checkpoint: epath.Path, output: Path) -> dict:
     lm = harness.EvaluatedModel(
         model,
         tokenizer,
-        name=str(checkpoint if is_foreign(checkpoint) else find_step(checkpoint)[1]),
+        name=str(checkpoint),
         method=method,
         flags=asked,
         fingerprint=harness.key_of(weights_stamp(checkpoint, settings), settings.weights, _DTYPE.value),

@@ -4,6 +4,7 @@ import functools
 import json
 import os
 import re
+import shutil
 import signal
 from pathlib import Path
 
@@ -191,6 +192,30 @@ def test_bad_input_is_named(loaded, trained_run, tasks, tmp_path, monkeypatch):
     _, err = run("evaluate", *flags, "--tasks=sums", "--chat", code=2)
     assert re.fullmatch("error: --chat: the tokenizer of .* has no chat template.*\n", err), err
     assert not (tmp_path / "out").exists()
+
+
+SAVED_MEANWHILE = """
+import pathlib, shutil, sys
+from refusion_jax import evaluate
+from refusion_jax.cli import command
+
+def load(*how, load=evaluate.load_for):
+    model, steps = load(*how), pathlib.Path(sys.argv[1].partition("=")[2], "checkpoints")
+    shutil.copytree(steps / "60", steps / "70")
+    return model
+
+evaluate.load_for = load
+command.run(evaluate.main)
+"""
+
+
+@pytest.mark.thorough
+def test_results_name_the_step_that_was_decoded_while_the_run_goes_on(tmp_path, trained_run, tasks):
+    shutil.copytree(trained_run, tmp_path / "run")
+    flags = [f"--checkpoint={tmp_path}/run", f"--include_path={tasks(GENERATE)}", f"--output={tmp_path}/out"]
+    run("-c", SAVED_MEANWHILE, *flags, "--tasks=sums", "--limit=1")
+    results = json.loads((tmp_path / "out/results.json").read_text())
+    assert results["config"]["checkpoint"] == f"{tmp_path}/run/checkpoints/60"
 
 
 GROUP = """

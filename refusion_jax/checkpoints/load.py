@@ -105,6 +105,11 @@ def is_foreign(path: epath.Path) -> bool:
     return huggingface_config.is_huggingface(path) or peft.is_peft(path)
 
 
+def newest_step(path: epath.Path) -> epath.Path:
+    """The directory of the step that a path names now, while its run may save others; of another kind, the path."""
+    return path if is_foreign(path) else find_step(path)[1]
+
+
 def weights_stamp(path: epath.PathLike, settings: Settings) -> list[tuple[str, float | str, int]]:
     """A stamp that changes whenever the weights do, those of auxiliary models included.
 
