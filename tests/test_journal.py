@@ -106,17 +106,17 @@ def test_a_full_disk_loses_nothing_that_was_there(tmp_path, full_disk):
     assert Journal(path, CALL, range(5)).records == dict(enumerate(ANSWERS[:3]))
 
 
-def test_the_stamp_changes_with_the_weights_and_with_those_of_auxiliary_models(tmp_path):
+def test_the_stamp_changes_with_the_weights_and_the_config_of_a_model_and_of_auxiliary_ones(tmp_path):
     model, verifier = (shutil.copytree(SHIPPED / "model", tmp_path / name) for name in ("model", "verifier"))
     own = settings("apd", new=8)
     own = dataclasses.replace(own, **dict.fromkeys(own.auxiliary_models, str(verifier)))
     stamps = [weights_stamp(model, own)]
     assert weights_stamp(model, own) == stamps[0]
     for directory in (model, verifier):
-        (weights,) = directory.glob("*.safetensors")
-        os.utime(weights, (1, 1))
-        stamps.append(weights_stamp(model, own))
-    assert len(set(map(str, stamps))) == 3
+        for file in (*directory.glob("*.safetensors"), directory / "config.json"):
+            os.utime(file, (1, 1))
+            stamps.append(weights_stamp(model, own))
+    assert len(set(map(str, stamps))) == 5
 
 
 def test_the_stamp_of_a_run_is_of_its_content_wherever_it_is(trained_run, tmp_path):

@@ -113,7 +113,8 @@ def newest_step(path: epath.Path) -> epath.Path:
 def weights_stamp(path: epath.PathLike, settings: Settings) -> list[tuple[str, float | str, int]]:
     """A stamp that changes whenever the weights do, those of auxiliary models included.
 
-    It has (name, checksum, bytes) for files of our checkpoints, wherever they are; (path, time, bytes) for others.
+    It has (name, checksum, bytes) for files of our checkpoints, wherever they are; (path, time, bytes) for others,
+    and for their configs, which are edited by hand and say what ends a text, among other things.
     """
     places = [path, *filter(None, (getattr(settings, name) for name in settings.auxiliary_models))]
     return [entry for place in places for entry in _stamp(epath.Path(place))]
@@ -138,7 +139,7 @@ def describe_call(
 
 def _stamp(path: epath.Path) -> list[tuple[str, float | str, int]]:
     if is_foreign(path):
-        files = sorted(file for file in path.iterdir() if file.suffix == ".safetensors")
+        files = sorted(file for file in path.iterdir() if file.suffix in (".safetensors", ".json"))
         own = [(str(absolute(file)), file.stat().mtime, file.stat().length) for file in files]
         return own + (_stamp(peft.base_of(path)) if peft.is_peft(path) else [])
     workdir, step = find_step(path)
