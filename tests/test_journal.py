@@ -13,10 +13,12 @@ from helpers import SHIPPED
 from lm_eval.api.instance import Instance
 
 from refusion_jax import UserError
-from refusion_jax.checkpoints.load import weights_stamp
+from refusion_jax.checkpoints.load import describe_call, read_model_config, weights_stamp
 from refusion_jax.cli.errors import Failure
 from refusion_jax.decoding.journal import Journal
 from refusion_jax.decoding.output import open_output
+from refusion_jax.decoding.prompts import read_prompts
+from refusion_jax.decoding.requests import prepare
 from refusion_jax.evaluation.harness import EvaluatedModel
 
 CALL = {"model": "a", "prompts": "b", "settings": "c"}
@@ -117,6 +119,17 @@ def test_the_stamp_changes_with_the_weights_and_the_config_of_a_model_and_of_aux
             os.utime(file, (1, 1))
             stamps.append(weights_stamp(model, own))
     assert len(set(map(str, stamps))) == 5
+
+
+def test_a_call_whose_lines_name_their_seed_is_another_one(tmp_path):
+    """They have other noise, even where it is the seed of all."""
+    model, own, calls = SHIPPED / "model", settings("ar", new=8), []
+    for named in ({}, {"decode": {"seed": 0}}):
+        lines = [json.dumps({"prompt_ids": [5]} | named) + "\n"] * 2
+        (tmp_path / "prompts.jsonl").write_text("".join(lines))
+        ids, requests = zip(*read_prompts(tmp_path / "prompts.jsonl", None, own), strict=True)
+        calls.append(describe_call(model, ids, prepare(requests, own, read_model_config(model))))
+    assert calls[0] != calls[1]
 
 
 def test_the_stamp_of_a_run_is_of_its_content_wherever_it_is(trained_run, tmp_path):

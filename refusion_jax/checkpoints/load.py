@@ -131,7 +131,7 @@ def describe_call(
     ]
     parts = {
         "model": weights_stamp(path, requests[0].settings),
-        "prompts": [(id, request.prompt, request.template) for id, request in zip(ids, requests, strict=True)],
+        "prompts": [(id, own.prompt, own.template, own.noise) for id, own in zip(ids, requests, strict=True)],
         "settings": [settings, *others],
     }
     return {name: hashlib.blake2b(json.dumps(x).encode(), digest_size=16).hexdigest() for name, x in parts.items()}
