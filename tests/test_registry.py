@@ -169,9 +169,9 @@ def test_a_batch_that_does_not_fit_is_refused_before_the_run_has_a_directory(tmp
         (lambda _: {}, "returns dict, not a Batch"),
         (lambda batch: {"labels": batch.labels / 1.0}, "batch.labels is of float32, not int32"),
         (lambda batch: {"weights": jax.tree.map(half, batch.weights)}, r"batch.weights\['mdm'\] is of bfloat16, no"),
-        (lambda _: {"combine": lambda ce, _: {"mdm": half(ce.sum())}}, r"its combine returns {'mdm': 'bfloat16\[\]'}, n"),
-        (lambda _: {"combine": lambda ce, _: {"mdm": ce.sum(axis=1)}}, r"its combine .*\[2\]'}, not {'mdm': 'float32\["),
-        (lambda _: {"combine": lambda ce, _: {"md": ce.sum()}}, r"its combine returns {'md': 'float32\[\]'}, not {'mdm'"),
+        (lambda _: {"combine": lambda ce, _: {"mdm": half(ce.sum())}}, r"combine returns {'mdm': 'bfloat16\[\]'}, n"),
+        (lambda _: {"combine": lambda ce, _: {"mdm": ce.sum(axis=1)}}, r"combine .*\[2\]'}, not {'mdm': 'float32\["),
+        (lambda _: {"combine": lambda ce, _: {"md": ce.sum()}}, r"combine returns {'md': 'float32\[\]'}, not {'mdm"),
     ],
 )
 def test_a_batch_that_does_not_fit_is_refused_with_the_name_of_its_objective(change, why):

@@ -88,7 +88,7 @@ class Objective(abc.ABC):
             terms = jax.eval_shape(batch.combine, jnp.zeros(batch.labels.shape), batch)
             told = jax.tree.map(lambda x: f"{x.dtype}{[*x.shape]}", terms)
             if told != (wanted := dict.fromkeys(self.coefficients, "float32[]")):
-                raise UserError(f"{name}: its combine returns {told}, not {wanted}")
+                raise UserError(f"{name}: combine returns {told}, not {wanted}")
         return batch
 
 
