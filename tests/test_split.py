@@ -130,7 +130,7 @@ def test_answers_to_other_prompts_are_not_taken_from_a_call_that_was_cut_off(ser
         device.main(flags_of(device, *given))
 
     call([1, 2, 3])
-    with pytest.raises(UserError, match="out.jsonl.partial holds answers .* another prompts"):
+    with pytest.raises(UserError, match="out.jsonl.partial holds answers .*differs in .*prompts"):
         call([1, 2, 4])
 
 
