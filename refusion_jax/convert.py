@@ -128,7 +128,7 @@ def main() -> None:
         elif _FORMAT.value == "peft":
             lora, trained, base = read_trained(source)
             if not huggingface_config.is_huggingface(base) or huggingface_config.read_config(base, releases()).names:
-                why = "no directory in the form of transformers, which `peft` needs: use huggingface"
+                why = "not a directory in the form of transformers, which `peft` needs: use huggingface"
                 raise UserError(f"--format=peft: what the run adapts, {base}, is {why}")
             # PEFT takes other names for names on the Hub.
             peft.write(partial, lora, trained, absolute(base), find_objective(source))
