@@ -274,7 +274,7 @@ def test_what_shares_thirteen_words_with_a_test_is_left_out(tmp_path, tokenizer_
     assert (manifest.documents, manifest.dropped) == (1, {"decontaminate": 2})
     assert [line["where"][-2:] for line in dropped_lines(tmp_path / "out")] == [":2", ":3"]
     write_lines(tmp_path / "short.jsonl", [{"a": " ".join(question[:12])}])
-    with pytest.raises(UserError, match="short.jsonl holds no 13 words in a row"):
+    with pytest.raises(UserError, match="short.jsonl has no 13 words in a row"):
         Filters(FilterSettings(decontaminate=listed(tmp_path / "short.jsonl")))
 
 
