@@ -23,7 +23,7 @@ class Calibration:
 
     factor: float  # published over estimated, the geometric mean of the generation's runs
     spread: float  # 95 % of runs are expected within the estimate divided by and multiplied with 1 + this
-    runs: int  # number of runs behind this
+    runs: int  # number of published runs that it was fitted to
 
 
 @dataclasses.dataclass(frozen=True)

@@ -225,14 +225,16 @@ class Drafting(Continuer):
         choosable = choosable.at[:, 0].set(jnp.where(is_led_up_to, choosable[:, 0], choosable[:, n]))
         drawn = sample(choosable, jnp.ones_like(places, bool), s.keys, places, s.settings)
 
-        tokens, places, room = drawn[:, :n], places[:, :n], run_length((positions == places)[:, :n])  # in this gap
+        room = run_length((positions == places)[:, :n])  # places of this gap
+        tokens, places = drawn[:, :n], places[:, :n]
         accepted = run_length((tokens[:, :-1] == drafts.tokens) & drafts.is_draft)
         tell(drafts.tokens, places[:, :-1], drafts.is_draft)
         after, kept = s.commit(cache, tokens, places, jnp.minimum(accepted + 1, room), self.ids.eos_id)
 
-        last, old = jnp.maximum(kept - 1, 0), s.drafts.replace(count=drafts.count)
+        last = jnp.maximum(kept - 1, 0)
         pending, place, new = _at(tokens, last), _at(places, last), s.drafts.replace(count=jnp.zeros_like(kept))
         if N > 1:
+            old = s.drafts.replace(count=drafts.count)
             at_masks = choosable[:, n:]
             sure = jnp.exp(jnp.max(at_masks, axis=-1) - jax.nn.logsumexp(at_masks, axis=-1))
             made = Drafts(drawn[:, n:], sure, jnp.full_like(kept, sure.shape[1]))
