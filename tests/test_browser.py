@@ -98,8 +98,7 @@ def test_the_page_of_the_server_answers(browser, trained_run):
         browser.get(f"{address}/")
         WebDriverWait(browser, 20).until(lambda b: b.find_element("css selector", "#ask textarea").is_enabled())
         look(browser, "chat_empty")
-        # Emulated, it has no keys.
-        browser.execute_script("$('input').value = 'Sort 7 3 9 1.'; $('ask').requestSubmit()")
+        browser.find_element("id", "input").send_keys("Sort 7 3 9 1.", "\n")
         ended = "return document.querySelector('article:not(.user)') && document.getElementById('stop').disabled"
         WebDriverWait(browser, 60).until(lambda b: b.execute_script(ended))
         assert browser.find_element("css selector", "article:not(.user) .figures").text
