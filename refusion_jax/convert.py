@@ -37,7 +37,7 @@ from refusion_jax.config.model_card import model_card
 from refusion_jax.distributed import sharding
 from refusion_jax.distributed.storage import absolute, read_file, remove, write_file
 from refusion_jax.model import huggingface, huggingface_config, peft
-from refusion_jax.model.abstract import abstract_transformer
+from refusion_jax.model.transformer import abstract_transformer
 from refusion_jax.systems.interface import SHARED_CODE
 from refusion_jax.systems.registry import releases, systems
 

@@ -71,7 +71,7 @@ from refusion_jax.decoding.stops import Stops
 from refusion_jax.distributed.compiled_code import keep_for_user
 from refusion_jax.distributed.sharding import make_mesh
 from refusion_jax.distributed.storage import write_file
-from refusion_jax.model.transformer import Transformer
+from refusion_jax.model.interface import LanguageModel
 from refusion_jax.serving.terminal import Screen, printable
 from refusion_jax.systems.api import DecodeSettings, all_settings, decoder_for, play, stream
 from refusion_jax.systems.registry import decoders, default_decoder, default_system, find_decoder
@@ -206,7 +206,7 @@ def check_uses(asked: Asked, stops: Stops) -> None:
 
 
 def answers_to(
-    asked: Asked, indices: Sequence[int], model: Transformer, page: Decodings | None
+    asked: Asked, indices: Sequence[int], model: LanguageModel, page: Decodings | None
 ) -> Iterator[tuple[int, Answer]]:
     """(index, answer) for some of the prompts: at a terminal a single one is shown as it fills, others with a bar."""
     screen = Screen(asked.requests[0], asked.tokenizer, asked.decoder.ids.eos_id) if is_for_people() else None

@@ -31,7 +31,7 @@ from refusion_jax.decoding.player import page
 from refusion_jax.decoding.requests import prepare
 from refusion_jax.decoding.settings import Settings
 from refusion_jax.distributed.storage import write_file
-from refusion_jax.model.transformer import Transformer
+from refusion_jax.model.interface import LanguageModel
 from refusion_jax.systems.api import Decoded, DecodeSettings, all_settings, decode, play
 from refusion_jax.systems.registry import decoders_for
 from refusion_jax.training.metrics import read_metrics
@@ -49,7 +49,7 @@ MAX_NEW_TOKENS = 32  # the longest worked answer takes 25
 
 
 def measure(
-    settings: Settings, model: Transformer, tokenizer: Tokenizer, problems: list[Problem]
+    settings: Settings, model: LanguageModel, tokenizer: Tokenizer, problems: list[Problem]
 ) -> tuple[dict[str, float], Decoded]:
     """Accuracy and speed of one decoder, without compilation."""
     prompts = tokenizer.encode_prompts([problem.query for problem in problems])

@@ -20,8 +20,8 @@ from refusion_jax.checkpoints.load import check_fits, choose_method, read_model_
 from refusion_jax.data.tokenizer import SentencePieceTokenizer
 from refusion_jax.distributed import sharding
 from refusion_jax.model import huggingface
-from refusion_jax.model.abstract import abstract_transformer
 from refusion_jax.model.tensor_files import Tensors
+from refusion_jax.model.transformer import abstract_transformer
 
 SHAPES = {
     "1:1, tied": {"num_attention_heads": 4, "num_key_value_heads": 4, "tie_word_embeddings": True},
@@ -363,7 +363,7 @@ from pathlib import Path
 import jax
 from refusion_jax.distributed.sharding import make_mesh
 from refusion_jax.model import huggingface, huggingface_config
-from refusion_jax.model.abstract import abstract_transformer
+from refusion_jax.model.transformer import abstract_transformer
 
 def anonymous():
     fields = dict(line.split(":") for line in open("/proc/self/status") if ":" in line)

@@ -20,7 +20,6 @@ from refusion_jax.decoding import cache as kv
 from refusion_jax.decoding.requests import prepare
 from refusion_jax.distributed.sharding import make_mesh, sharding
 from refusion_jax.model import flops, layers, one_cpu
-from refusion_jax.model.abstract import abstract_transformer
 from refusion_jax.model.approximate_head import rounded_head, shortlisted_logits
 from refusion_jax.model.attention import attention
 from refusion_jax.model.families import FAMILIES
@@ -28,7 +27,7 @@ from refusion_jax.model.int8 import Int4Array, Int8Array, widened
 from refusion_jax.model.layers import linear_outputs_first, rope_rotation, rotate
 from refusion_jax.model.lora import INPUTS, Lora, add_adapters
 from refusion_jax.model.stack import norm
-from refusion_jax.model.transformer import Transformer, logical_axes
+from refusion_jax.model.transformer import Transformer, abstract_transformer, logical_axes
 from refusion_jax.systems import registry
 
 TOKENS = jnp.array([[5, 6, 7, 8, 9, 10, 11, 12, 0, 0]])

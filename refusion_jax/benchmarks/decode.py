@@ -39,6 +39,7 @@ from refusion_jax.decoding.prompts import read_prompts
 from refusion_jax.decoding.queue import batch_rows, mesh_of
 from refusion_jax.decoding.requests import Answer, Request, prepare
 from refusion_jax.decoding.settings import Settings
+from refusion_jax.model.interface import LanguageModel
 from refusion_jax.model.shape import ModelConfig
 from refusion_jax.model.transformer import Transformer
 from refusion_jax.systems.api import DecodeSettings, all_settings, decoder_for, read_settings, stream
@@ -104,7 +105,7 @@ def main(own: flags.FlagValues) -> None:
 
 
 def measure(
-    model: Transformer, setups: dict[str, Settings], prompts: list[Request], repeats: int, bandwidth: float
+    model: LanguageModel, setups: dict[str, Settings], prompts: list[Request], repeats: int, bandwidth: float
 ) -> Iterator[dict]:
     """A record for each setup, measured in interleaved repeats."""
     models = {setup: model.rounded(settings.weights, settings.cache) for setup, settings in setups.items()}
@@ -144,7 +145,7 @@ def measure(
         }
 
 
-def timed(model: Transformer, requests: Sequence[Request], *decoder: Any, **how: Any) -> tuple[list[Answer], float]:
+def timed(model: LanguageModel, requests: Sequence[Request], *decoder: Any, **how: Any) -> tuple[list[Answer], float]:
     """(the answers in order, the seconds that they took); the arguments are those of `stream`."""
     began = time.perf_counter()
     found = dict(stream(model, requests, *decoder, **how))

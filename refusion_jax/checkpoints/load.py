@@ -29,10 +29,10 @@ from refusion_jax.decoding.settings import Settings
 from refusion_jax.distributed.sharding import make_mesh
 from refusion_jax.distributed.storage import absolute
 from refusion_jax.model import huggingface, huggingface_config, peft
-from refusion_jax.model.abstract import abstract_transformer
+from refusion_jax.model.interface import LanguageModel
 from refusion_jax.model.lora import Lora, combine
 from refusion_jax.model.shape import OPTIONAL, ModelConfig
-from refusion_jax.model.transformer import Transformer
+from refusion_jax.model.transformer import Transformer, abstract_transformer
 from refusion_jax.systems.api import own_settings
 from refusion_jax.systems.interface import PLAIN
 from refusion_jax.systems.registry import decoders_for, default_decoder, default_system, releases, system_of
@@ -86,7 +86,7 @@ def load_model(
 
 def load_for(
     path: epath.PathLike, settings: Settings, dtype: str = "float32", mesh: jax.sharding.Mesh | None = None
-) -> Transformer:
+) -> LanguageModel:
     """`load_model`, with the auxiliary models that a decoder's settings name; all must share one tokenizer."""
     auxiliary = {}
     check_auxiliaries(settings, settings)

@@ -11,8 +11,8 @@ from jaxtyping import Array, Float32
 
 from refusion_jax.cli.errors import SettingError
 from refusion_jax.decoding.settings import Settings
+from refusion_jax.model.interface import LanguageModel, Wrapper
 from refusion_jax.model.shape import ModelConfig
-from refusion_jax.model.transformer import Transformer, Wrapper
 
 _SAME = ("num_tokens", "eos_token_id")  # must agree; an auxiliary model neither pads nor begins a text
 
@@ -20,18 +20,18 @@ _SAME = ("num_tokens", "eos_token_id")  # must agree; an auxiliary model neither
 class WithAuxiliaries(Wrapper):
     """A model with auxiliary models as attributes, named as their settings are; see `check_vocabulary`."""
 
-    def __init__(self, model: Transformer, **auxiliary: Transformer):
+    def __init__(self, model: LanguageModel, **auxiliary: LanguageModel):
         super().__init__(model)
         self.names = tuple(auxiliary)
         for name, other in auxiliary.items():
             check_vocabulary(name, "", model.config, other.config)
             setattr(self, name, other)
 
-    def with_head_rows(self, rows: int) -> Transformer:
+    def with_head_rows(self, rows: int) -> LanguageModel:
         return WithAuxiliaries(self.model.with_head_rows(rows), **{name: getattr(self, name) for name in self.names})
 
 
-def with_auxiliaries(model: Transformer, **auxiliary: Transformer) -> Transformer:
+def with_auxiliaries(model: LanguageModel, **auxiliary: LanguageModel) -> LanguageModel:
     """`WithAuxiliaries`, or the model itself if there are none."""
     return WithAuxiliaries(model, **auxiliary) if auxiliary else model
 
@@ -49,7 +49,7 @@ def in_vocabulary(logits: Float32[Array, "B T U"], size: int) -> Float32[Array, 
     return jnp.pad(logits, ((0, 0), (0, 0), (0, max(size - logits.shape[2], 0))))[:, :, :size]
 
 
-def check_auxiliaries(there: Transformer | Settings, settings: Settings) -> None:
+def check_auxiliaries(there: LanguageModel | Settings, settings: Settings) -> None:
     """Raises SettingError if a decoder lacks an auxiliary model that it needs, naming the first.
 
     `there` has them as attributes: a model, or settings that hold their checkpoints.

@@ -16,9 +16,9 @@ from jaxtyping import Array, Bool, Float32, Int32
 
 from refusion_jax.decoding.requests import Given
 from refusion_jax.distributed.sharding import constrain, device_kind_here
+from refusion_jax.model.interface import LanguageModel
 from refusion_jax.model.key_values import KeyValues
 from refusion_jax.model.shape import ModelConfig
-from refusion_jax.model.transformer import Transformer
 
 _CPU_CHUNK, _SHORT_CHUNK = 64, 16  # most tokens per prefill forward on a CPU; for prompts up to 32 tokens
 
@@ -31,7 +31,7 @@ class Cache:
     length: Int32[Array, "B"]  # committed entries
 
     @classmethod
-    def empty(cls, model: Transformer, rows: int, capacity: int) -> "Cache":
+    def empty(cls, model: LanguageModel, rows: int, capacity: int) -> "Cache":
         """An empty cache; if there is a mesh, it is split over it by rows and heads."""
         return cls(split(model.empty_cache(rows, capacity)), jnp.zeros((rows,), jnp.int32))
 
@@ -52,7 +52,7 @@ def bytes_per_token(model: ModelConfig, dtype: jnp.dtype) -> int:
     return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(entry))
 
 
-def prefill(model: Transformer, given: Given, chunk_length: int, block_size: int = 1) -> Cache:
+def prefill(model: LanguageModel, given: Given, chunk_length: int, block_size: int = 1) -> Cache:
     """Fills a new cache with the keys and values of the given tokens, one chunk of tokens per forward.
 
     The cache has C entries, as there are [B, C] given tokens, padded on the right; keys and values in `given.shared`
@@ -92,14 +92,14 @@ def tokens_at_once(chunk_length: int, block_size: int = 1) -> int:
     return min(chunk_length, most) if device_kind_here() == "cpu" else chunk_length
 
 
-def prefill_but_last(model: Transformer, given: Given, chunk_length: int) -> tuple[Cache, Int32[Array, "B"]]:
+def prefill_but_last(model: LanguageModel, given: Given, chunk_length: int) -> tuple[Cache, Int32[Array, "B"]]:
     """(cache of all given tokens but the last, the last token), which the first pass of the decoding loop takes."""
     last = jnp.take_along_axis(given.tokens, given.length[:, None] - 1, axis=1)[:, 0]
     return Cache(prefill(model, given, chunk_length).entries, given.length - 1), last
 
 
 def extend(
-    model: Transformer,
+    model: LanguageModel,
     cache: Cache,
     tokens: Int32[Array, "B T"],
     positions: Int32[Array, "B T"],

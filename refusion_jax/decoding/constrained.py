@@ -43,8 +43,8 @@ from refusion_jax.decoding.sampling import mask_logits, put, run_length, sample
 from refusion_jax.decoding.trajectory import tell
 from refusion_jax.distributed.processes import fetch
 from refusion_jax.distributed.sharding import sharding
+from refusion_jax.model.interface import LanguageModel
 from refusion_jax.model.shape import ModelConfig
-from refusion_jax.model.transformer import Transformer
 
 _REACH = 8  # N, at least: with `{"key": "` in byte pairs three or four tokens are forced at a time
 
@@ -92,14 +92,14 @@ class Constrained(Continuer):
         own = {"reach": reach, "slot_size": size, "from_masks": from_masks}
         return cls.sized(requests, model, width=width, cache_length=text_capacity(requests) + width, **own)
 
-    def init(self, model: Transformer, layout: Layout, keys: Key[Array, "B"]) -> State:
+    def init(self, model: LanguageModel, layout: Layout, keys: Key[Array, "B"]) -> State:
         cache, last = kv.prefill_but_last(model, layout.given, self.chunk)
         B, N, U = len(last), self.reach, -(-model.config.vocab_size // 32)
         nothing = {"drafts": jnp.zeros((B, N - 1), jnp.int32), "drafted": jnp.zeros_like(last)}
         nothing |= {"allowed": jnp.zeros((B, N, U), jnp.int32), "guesses": jnp.zeros((B, self.new_tokens), jnp.int32)}
         return State.start(layout, keys, self.width, cache=cache, last=last, **nothing)
 
-    def step(self, model: Transformer, s: State) -> State:
+    def step(self, model: LanguageModel, s: State) -> State:
         """One forward pass, in which each row commits the accepted drafts and one more token."""
         N, K, count, offset = self.reach, self.slot_size, s.record.count[:, None], jnp.arange(self.reach)[None]
         place = count + offset  # in the answer, as all places here
@@ -143,7 +143,7 @@ def bits(words: Int32[Array, "B N U"], count: int) -> Bool[Array, "B N V"]:
 class ConstrainedBatch(RunningBatch):
     """A batch whose rows have grammars; it runs one forward pass at a time, or none if `run` is given most=0."""
 
-    def __init__(self, model: Transformer, decoder: Constrained, like: Request, rows: int, *how: Any):
+    def __init__(self, model: LanguageModel, decoder: Constrained, like: Request, rows: int, *how: Any):
         super().__init__(model, decoder, like, rows, *how)
         self._matchers: dict[int, Matcher] = {}  # of the rows that are not finished
         self._tokens = np.zeros(rows, np.int32)  # consumed by each row's matcher

@@ -34,8 +34,8 @@ from refusion_jax.decoding.sampling import Record, mask_logits, probability, put
 from refusion_jax.decoding.settings import Settings, TokenIds, TracedSettings
 from refusion_jax.decoding.trajectory import tell
 from refusion_jax.distributed.sharding import shard_count_here
+from refusion_jax.model.interface import LanguageModel
 from refusion_jax.model.shape import ModelConfig
-from refusion_jax.model.transformer import Transformer
 
 LAST_TOKEN, SLOT_MASK = "last token", "slot mask"
 
@@ -157,17 +157,17 @@ class Decoder(abc.ABC):
         return Layout.of(requests, self.cache_length or self.width, Places.of(requests, self.new_tokens))
 
     @abc.abstractmethod
-    def init(self, model: Transformer, layout: Layout, keys: Key[Array, "R"]) -> RowState:
+    def init(self, model: LanguageModel, layout: Layout, keys: Key[Array, "R"]) -> RowState:
         """The initial state of new rows, with their given tokens prefilled; runs inside `jit`.
 
         The layout comes from `lay_out`, as jax arrays; all randomness comes from the keys.
         """
 
     @abc.abstractmethod
-    def step(self, model: Transformer, state: RowState) -> RowState:
+    def step(self, model: LanguageModel, state: RowState) -> RowState:
         """One forward pass of the whole batch, and each row's next state. Finished rows must not change."""
 
-    def next_state(self, model: Transformer, state: RowState) -> RowState:
+    def next_state(self, model: LanguageModel, state: RowState) -> RowState:
         """The state from `step`; UserError if its structure, shapes or dtypes are not those of the state before."""
         after, name = self.step(model, state), f"{type(self).__module__}.{type(self).__name__}.step"
         old, new = map(jax.tree.leaves_with_path, (state, after))
@@ -179,7 +179,7 @@ class Decoder(abc.ABC):
                 raise UserError(f"{name}: {field} was {jax.typeof(was)}, and is {jax.typeof(is_now)}")
         return after
 
-    def scored(self, model: Transformer, rows: int) -> int:
+    def scored(self, model: LanguageModel, rows: int) -> int:
         """Places of a shard whose logits exist at once, for a batch of `rows` rows; under `jax.set_mesh`."""
         return rows // shard_count_here("batch") * self.width
 

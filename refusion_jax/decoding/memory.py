@@ -11,7 +11,7 @@ from refusion_jax.cli.errors import SettingError
 from refusion_jax.decoding.cache import bytes_per_token, tokens_at_once
 from refusion_jax.decoding.decoder import Decoder
 from refusion_jax.distributed.sharding import shard_count
-from refusion_jax.model.transformer import Transformer
+from refusion_jax.model.interface import LanguageModel
 
 REFILL = 8  # a batch is refilled by eighths, as each refill costs a prefill and a host-device synchronization
 _GIB = 2**30
@@ -28,7 +28,7 @@ def admissions(rows: int, mesh: Mesh) -> list[int]:
     return [shards * size for size in (1, 2, 4, 8) if size <= max(1, rows // (REFILL * shards))]
 
 
-def bytes_needed(model: Transformer, mesh: Mesh, rows: int, decoder: Decoder, kept: int = 0) -> int:
+def bytes_needed(model: LanguageModel, mesh: Mesh, rows: int, decoder: Decoder, kept: int = 0) -> int:
     """Bytes on each device in addition to the weights: the caches of the batch and of the rows that are prefilled at
     once, and the temporaries of the widest forward pass or of the prefill.
 
@@ -54,13 +54,13 @@ def bytes_needed(model: Transformer, mesh: Mesh, rows: int, decoder: Decoder, ke
     return (cached * bytes_per_token(c, model.cache_dtype) + temporary + rounded) // tensor
 
 
-def room_besides(model: Transformer, mesh: Mesh, rows: int, decoder: Decoder) -> int:
+def room_besides(model: LanguageModel, mesh: Mesh, rows: int, decoder: Decoder) -> int:
     """Tokens whose keys and values fit into each device next to a batch; the same number on all hosts of the mesh."""
     free = _free(mesh) - bytes_needed(model, mesh, rows, decoder)
     return max(free, 0) * shard_count(mesh, "heads") // bytes_per_token(model.config, model.cache_dtype)
 
 
-def check_memory(model: Transformer, mesh: Mesh, rows: int, decoder: Decoder, kept: int = 0) -> None:
+def check_memory(model: LanguageModel, mesh: Mesh, rows: int, decoder: Decoder, kept: int = 0) -> None:
     """Raises SettingError if a batch cannot fit, naming a batch size that would; see `bytes_needed`.
 
     All hosts of a mesh decide the same.

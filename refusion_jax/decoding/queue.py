@@ -30,8 +30,8 @@ from refusion_jax.decoding.sampling import Record, count_drafts, select
 from refusion_jax.decoding.trajectory import Trajectory, collect
 from refusion_jax.distributed.processes import fetch
 from refusion_jax.distributed.sharding import constrain, make_mesh, shard_count
+from refusion_jax.model.interface import LanguageModel
 from refusion_jax.model.key_values import KeyValues
-from refusion_jax.model.transformer import Transformer
 
 UNTIL_DONE = np.iinfo(np.int32).max  # forward passes of a run that ends only when its rows have
 LOOK = 16  # forward passes between two checks of whether the caller stops answers
@@ -41,7 +41,7 @@ _KEPT = 4  # the prefix cache takes as much memory as a quarter of the rows
 
 
 def stream(
-    model: Transformer,
+    model: LanguageModel,
     decoder: Decoder,
     requests: Sequence[Request],
     batch_size: int,
@@ -146,7 +146,7 @@ class RunningBatch:
 
     def __init__(
         self,
-        model: Transformer,
+        model: LanguageModel,
         decoder: Decoder,
         like: Request,
         rows: int,
@@ -241,7 +241,7 @@ class RunningBatch:
                 self._state = _release(self._state, ended)
 
 
-def mesh_of(model: Transformer) -> Mesh:
+def mesh_of(model: LanguageModel) -> Mesh:
     """The mesh of the weights, which may be abstract; for weights on one device, a mesh of that device."""
     weights = (x for _, x in nnx.iter_graph(model) if isinstance(x, nnx.Variable))  # listing them all would take 5 ms
     place = jax.tree.leaves(next(weights))[0].sharding

@@ -19,7 +19,7 @@ from jaxtyping import Bool, Float32
 from refusion_jax.decoding.cache import Cache
 from refusion_jax.decoding.requests import Request
 from refusion_jax.decoding.settings import TokenIds
-from refusion_jax.model.transformer import Transformer
+from refusion_jax.model.interface import LanguageModel
 
 _LENGTH = 32  # forward passes are padded to this length, doubled as often as needed, so that few are compiled
 
@@ -33,7 +33,7 @@ class ReferenceDecoder:
     those that the decoder adds, in the order of commitment.
     """
 
-    def __init__(self, model: Transformer, request: Request, keeps_cache: bool = True):
+    def __init__(self, model: LanguageModel, request: Request, keeps_cache: bool = True):
         self.request, self.ids = request, TokenIds.of(request.settings, model.config)
         model = model.rounded(request.settings.weights, request.settings.cache if keeps_cache else "same")
         self.model, self.phases, self.margin = nnx.split(model), [], 1.0

@@ -16,8 +16,8 @@ from refusion_jax.decoding.queue import batch_rows, mesh_of
 from refusion_jax.decoding.requests import Answer, Request, prepare
 from refusion_jax.decoding.settings import Settings
 from refusion_jax.decoding.trajectory import Trajectory
+from refusion_jax.model.interface import LanguageModel
 from refusion_jax.model.shape import ModelConfig
-from refusion_jax.model.transformer import Transformer
 from refusion_jax.systems.api import DecodeSettings, decoder_for, stream
 
 _SHORTEST_PROMPT = 16  # least tokens of a truncated prompt
@@ -49,7 +49,7 @@ def by_program(requests: Sequence[Request], model: ModelConfig) -> Iterator[tupl
         yield numbers, prepare([requests[number] for number in numbers], requests[numbers[0]].settings, model)
 
 
-def check_fits(model: Transformer, requests: Sequence[Request]) -> None:
+def check_fits(model: LanguageModel, requests: Sequence[Request]) -> None:
     """Raises UserError, naming a size that fits, if a batch does not; the weights of the model may be abstract."""
     for _, some in by_program(requests, model.config):
         mesh, decoder, own = mesh_of(model), decoder_for(some, model.config), some[0].settings
@@ -59,7 +59,7 @@ def check_fits(model: Transformer, requests: Sequence[Request]) -> None:
 
 
 def generate(
-    model: Transformer,
+    model: LanguageModel,
     requests: Sequence[Request],
     watch: Callable[[int, Answer], bool] | None,
     record: Callable[[int, Trajectory], object] | None = None,

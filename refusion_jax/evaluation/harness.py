@@ -29,7 +29,7 @@ from refusion_jax.decoding.trajectory import Trajectory
 from refusion_jax.evaluation.generation import check_fits, generate, settings_for
 from refusion_jax.evaluation.hosts import exchange, own_share
 from refusion_jax.evaluation.likelihood import likelihoods, longest_scored
-from refusion_jax.model.transformer import Transformer
+from refusion_jax.model.interface import LanguageModel
 from refusion_jax.systems.registry import system_of
 
 _NEW_TOKENS = 256  # lm_eval's default, if neither flags nor task set it
@@ -53,7 +53,7 @@ class Sample:
 class EvaluatedModel(TemplateLM):
     """A model with its tokenizer and decode settings, in lm_eval's form."""
 
-    model: Transformer  # from `load_model`
+    model: LanguageModel  # from `load_model`
     tokenizer: Tokenizer
     _: dataclasses.KW_ONLY
     name: str  # where the model came from

@@ -13,7 +13,7 @@ import jax
 from refusion_jax.decoding.journal import Journal, read_records
 from refusion_jax.decoding.queue import mesh_of
 from refusion_jax.distributed.processes import gather_texts
-from refusion_jax.model.transformer import Transformer
+from refusion_jax.model.interface import LanguageModel
 
 
 def open_journal(directory: Path) -> Journal:
@@ -25,13 +25,13 @@ def open_journal(directory: Path) -> Journal:
     return journal
 
 
-def own_share(model: Transformer, count: int) -> range:
+def own_share(model: LanguageModel, count: int) -> range:
     """Indices of the requests that this host answers; all if the weights are sharded over several hosts."""
     hosts = _hosts(model)
     return range(jax.process_index() % hosts, count, hosts)
 
 
-def exchange(model: Transformer, own: Sequence[Any], count: int) -> list[Any]:
+def exchange(model: LanguageModel, own: Sequence[Any], count: int) -> list[Any]:
     """The answers to all `count` requests; every host calls this with the answers of its share, as JSON values."""
     hosts = _hosts(model)
     if hosts == 1:
@@ -42,5 +42,5 @@ def exchange(model: Transformer, own: Sequence[Any], count: int) -> list[Any]:
     return everything
 
 
-def _hosts(model: Transformer) -> int:
+def _hosts(model: LanguageModel) -> int:
     return 1 if mesh_of(model).is_multi_process else jax.process_count()

@@ -27,7 +27,7 @@ from refusion_jax.decoding.requests import check_tokens, whole_numbers
 from refusion_jax.distributed import sharding
 from refusion_jax.distributed.processes import fetch
 from refusion_jax.evaluation.hosts import exchange, own_share
-from refusion_jax.model.transformer import Transformer
+from refusion_jax.model.interface import LanguageModel
 from refusion_jax.systems.interface import ScoredText, ScoredTokens, System
 from refusion_jax.systems.registry import default_system, system_of
 
@@ -49,7 +49,7 @@ class Likelihood:
 
 
 def log_likelihood(
-    model: Transformer,
+    model: LanguageModel,
     prompts: Sequence[Sequence[int]],
     continuations: Sequence[Sequence[int]],
     slot_size: int = 8,
@@ -75,7 +75,7 @@ def log_likelihood(
 
 
 def likelihoods(
-    model: Transformer,
+    model: LanguageModel,
     prompts: Sequence[Sequence[int]],
     continuations: Sequence[Sequence[int]],
     slot_size: int = 8,
@@ -117,7 +117,7 @@ def likelihoods(
 
 
 def held_out_bits(
-    model: Transformer,
+    model: LanguageModel,
     tokenizer: Tokenizer,
     rows: Iterable[Mapping[str, np.ndarray]],
     **how: object,
@@ -199,14 +199,14 @@ def documents(
     return prompts, responses
 
 
-def longest_scored(model: Transformer, method: str = "") -> int:
+def longest_scored(model: LanguageModel, method: str = "") -> int:
     """The most tokens of a prompt and its continuation; the last token is not input of a left-to-right model."""
     scoring = (system_of(method) if method else default_system()).scoring
     return model.config.max_position_embeddings + bool(scoring and scoring.needs_prompt)
 
 
 def _checked(model, method, prompts, continuations, slot_size, order="left_to_right", draws=0, seed=0) -> list[tuple]:
-    check_made("model", model, Transformer, "load_model")
+    check_made("model", model, LanguageModel, "load_model")
     if isinstance(order, str) and order not in ("left_to_right", "random"):
         raise UserError(f"order={order}: must be left_to_right, random, or a list of slots")
     for name, value, least in (("slot_size", slot_size, 1), ("draws", draws, 0), ("seed", seed, 0)):
@@ -235,7 +235,7 @@ class TokenScore:
 
 
 def token_scores(
-    model: Transformer,
+    model: LanguageModel,
     prompts: Sequence[Sequence[int]],
     continuations: Sequence[Sequence[int]],
     method: str,
@@ -260,7 +260,7 @@ def token_scores(
     return scores
 
 
-def _run(model: Transformer, items: Sequence[ScoredTokens]) -> Iterator[tuple[int, list[np.ndarray]]]:
+def _run(model: LanguageModel, items: Sequence[ScoredTokens]) -> Iterator[tuple[int, list[np.ndarray]]]:
     """(number of an item, the `log_probabilities` of its tokens) of all items, packed into rows."""
     if not items:
         return

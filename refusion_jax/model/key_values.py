@@ -53,7 +53,7 @@ def attend_over(
     """Attention of the new tokens of one layer: (q, k, v, layer) -> (heads, the new keys and values as kept).
 
     q, k, v and the results are packed. `before` is the place of layer 0 in the cache; it is negative if the cache
-    begins with a later layer. The other arguments are those of `Transformer.extend_hidden`.
+    begins with a later layer. The other arguments are those of `LanguageModel.extend_hidden`.
     """
     if not is_for_kernel(cached.keys, ragged.width):
         return _by_parts(cached, length, visible, ragged, before)

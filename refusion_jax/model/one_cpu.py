@@ -13,18 +13,18 @@ import jax
 from flax import nnx
 
 from refusion_jax.model.int8 import Int4Array, Int8Array, is_int8
+from refusion_jax.model.interface import LanguageModel
 from refusion_jax.model.stack import Layers
-from refusion_jax.model.transformer import Transformer
 
 # Bytes of all weights. Fewer stay in the CPU's caches; for more, there might be no room for the copies.
 _LEAST, _MOST = 16 << 20, 4 << 30
-_twins: weakref.WeakKeyDictionary[Transformer, tuple[list[jax.Array], bool, Transformer]] = weakref.WeakKeyDictionary()
+_twins = weakref.WeakKeyDictionary[LanguageModel, tuple[list[jax.Array], bool, LanguageModel]]()
 
 
-def for_one_cpu(model: Transformer, rounded: str = "same") -> Transformer:
+def for_one_cpu(model: LanguageModel, rounded: str = "same") -> LanguageModel:
     """The model in this layout if one CPU decodes it, kept for the next call while the model lives; else the model.
 
-    Its weights will afterwards be `rounded` to "same", "int8" or "int4" (`Transformer.rounded`).
+    Its weights will afterwards be `rounded` to "same", "int8" or "int4" (`LanguageModel.rounded`).
     """
     state = nnx.state(model)
     weights = jax.tree.leaves(state)

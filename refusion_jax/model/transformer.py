@@ -7,25 +7,27 @@ Axes: B rows, T tokens of this forward pass, S keys it sees, L layers, D hidden 
 H head size, V vocabulary.
 """
 
-import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.sharding import Mesh
+from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Float32, Int32
 
 from refusion_jax.batch.batch import Batch, is_labelled
 from refusion_jax.batch.folding import fold, fold_visibility, unfold
 from refusion_jax.batch.visibility import Visibility
-from refusion_jax.distributed.sharding import constrain, shard_count_here
+from refusion_jax.cli.errors import SettingError
+from refusion_jax.distributed.sharding import RULES, constrain, shard_count, shard_count_here, sharding
 from refusion_jax.model import packed_attention as packed
-from refusion_jax.model.approximate_head import rounded_head, shortlisted_logits
 from refusion_jax.model.cross_entropy import linear_cross_entropy
 from refusion_jax.model.experts import Load
 from refusion_jax.model.families import FAMILIES
-from refusion_jax.model.int8 import Int4Array, Int8Array, in_dtype, is_int8, widened
+from refusion_jax.model.int8 import Int8Array, in_dtype, is_int8, widened
+from refusion_jax.model.interface import LanguageModel
 from refusion_jax.model.key_values import KeyValues, attend_over
 from refusion_jax.model.layers import linear_outputs_first, rope_rotation, weight
 from refusion_jax.model.ragged import Ragged
@@ -33,14 +35,13 @@ from refusion_jax.model.shape import ModelConfig
 from refusion_jax.model.stack import Layers, norm
 
 
-class Transformer(nnx.Module):
-    """A decoder-only transformer. The caller supplies the attention mask. It computes in `dtype`; logits are float32.
+class Transformer(LanguageModel):
+    """A decoder-only transformer.
 
     `remat` is one of `remat.REMAT_POLICIES`, `backend`, for packed rows, comes from `packed_attention.backend_for`, and
     `quantization`, of products with weights of layers in training (quantized_training.py), is "int8", "fp8" or "none".
     """
 
-    head_rows = 0  # rows of the output head for which a token's logits are computed; 0: all
     reads: "Transformer | None" = None  # in training: see `embedded_with`
 
     def __init__(
@@ -53,23 +54,15 @@ class Transformer(nnx.Module):
         quantization: str = "none",
     ):
         self.config, self.dtype, self.remat, self.backend = config, jnp.dtype(dtype), remat, backend
-        self.quantization = quantization
-        self.cache_dtype = self.dtype  # of keys and values between forward passes; int8: see `rounded`
+        self.quantization, self.cache_dtype = quantization, self.dtype
         V, D = config.vocab_size, config.hidden_size
         self.embed_tokens = weight(rngs, (V, D), ("vocab", "embed"), D**-0.5, ("embed",))
-        dense = config.first_k_dense_replace
-        if dense:
+        if dense := config.first_k_dense_replace:
             self.dense_layers = Layers(config, rngs, 0, dense)
         self.layers = Layers(config, rngs, dense, config.num_hidden_layers)
         self.final_norm = weight(rngs, (D,), ("norm",), 0.0 if FAMILIES[config.family].norm_offset else None)
         if not config.tie_word_embeddings:
             self.lm_head = weight(rngs, (V, D), ("vocab", "embed"), D**-0.5, ("embed",))
-
-    def __call__(
-        self, tokens: Int32[Array, "B T"], positions: Int32[Array, "B T"], visibility: Visibility
-    ) -> Float32[Array, "B T V"]:
-        """Logits of packed rows; a position is a token's place in its text (RoPE), whatever its index in the row."""
-        return self.logits(self.hidden(tokens, positions, visibility))
 
     def cross_entropy(self, batch: Batch) -> tuple[Float32[Array, "B T"], Load | None]:
         """(-log p(label) of packed rows, without ever holding their logits; the load of the experts, if there are any).
@@ -88,11 +81,6 @@ class Transformer(nnx.Module):
         cost = linear_cross_entropy(x, head, *labels)
         return unfold(cost, parts) if is_folded else cost, load
 
-    def extend(self, *fed: Any) -> tuple[Float32[Array, "B T V"], KeyValues]:
-        """`extend_hidden`, with the logits of all new tokens in place of the inputs of the output head."""
-        x, new = self.extend_hidden(*fed)
-        return self.logits(x), new
-
     def extend_hidden(
         self,
         tokens: Int32[Array, "B T"],
@@ -102,36 +90,18 @@ class Transformer(nnx.Module):
         visible: Bool[Array, "B T T"],
         ragged: Ragged | None = None,
     ) -> tuple[Float[Array, "_ _ D"], KeyValues]:
-        """The inputs of the output head for new tokens after cached ones, and the keys and values of the new tokens.
-
-        The cache is only read: the caller decides which of the new keys and values to keep. For a cache in int8 the new
-        ones are rounded before any token sees them: results do not depend on how tokens are split into passes.
-
-        Every new token sees the leading `length` of the S cached entries of its row, [L, B, K, S, H], and the new ones
-        that `visible` allows. With `ragged`, only the new tokens that it lists are computed, and results are packed.
-
-        Returns:
-          ([B, T, D], the input of `logits`; keys and values of the new tokens, [L, B, T, K, H]).
-        """
         ragged = ragged or Ragged.whole(*tokens.shape)
         attend = attend_over(cached, length, visible, ragged)
         x, new, _ = self.through_layers(self.embedded(ragged.pack(tokens)), ragged.pack(positions), attend)
         return self.normed(x), new
 
-    def empty_cache(self, rows: int, capacity: int) -> KeyValues:
-        """Empty cache entries in `cache_dtype`, in the form that `extend` takes."""
-        return KeyValues.empty(self.config, self.cache_dtype, rows, capacity)
-
-    def hidden(
-        self, tokens: Int32[Array, "B T"], positions: Int32[Array, "B T"], visibility: Visibility
-    ) -> Float[Array, "B T D"]:
-        """The inputs of the output head for packed rows; the arguments are those of `__call__`."""
-        return self.hidden_and_load(tokens, positions, visibility)[0]
+    def hidden(self, *fed: Any) -> Float[Array, "B T D"]:
+        return self.hidden_and_load(*fed)[0]
 
     def hidden_and_load(
         self, tokens: Int32[Array, "B T"], positions: Int32[Array, "B T"], visibility: Visibility
     ) -> tuple[Float[Array, "B T D"], Load | None]:
-        """`hidden`, and the load of the experts of all layers, if there are any."""
+        """(the result of `hidden`, the load of the experts of all layers, if there are any)."""
 
         def attend(q, k, v, _):
             return packed.packed_attention(q, k, v, visibility, self.backend), None
@@ -145,16 +115,10 @@ class Transformer(nnx.Module):
 
     @property
     def weight_bytes(self) -> int:
-        """Bytes of the weights that a forward pass reads: all except an embedding that is not the output head, too."""
-
-        def size(x):
-            return x.size * x.dtype.itemsize
-
-        every, embedding = (
-            sum(map(size, jax.tree.leaves(some)))
-            for some in (nnx.to_pure_dict(nnx.state(self)), self.embed_tokens.get_value())
-        )
-        return every - (0 if self.config.tie_word_embeddings else embedding)
+        weights = nnx.to_pure_dict(nnx.state(self))
+        if not self.config.tie_word_embeddings:
+            del weights["embed_tokens"]
+        return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(weights))
 
     @property
     def _head(self) -> nnx.Param:
@@ -162,40 +126,15 @@ class Transformer(nnx.Module):
 
     @property
     def output_head(self) -> Float[Array, "V D"] | Int8Array:
-        """The output head in the dtype of computation, or in int8."""
         return in_dtype(self._head.get_value(), self.dtype)
 
     @property
     def operand_dtype(self) -> jnp.dtype:
-        """The dtype of weights in products: the dtype of computation, or int8."""
         return jnp.dtype(jnp.int8) if is_int8(self._head.get_value()) else jnp.dtype(self.dtype)
 
     def logits(self, x: Float[Array, "B T D"]) -> Float32[Array, "B T V"]:
-        """Logits from the result of `hidden`, or from a part of its tokens."""
         logits = linear_outputs_first(x, self.output_head)
         return constrain(logits.astype(jnp.float32), "batch", "length", "vocab")
-
-    def with_head_rows(self, rows: int) -> "Transformer":
-        """This model with logits of only `rows` rows of the head per token (see approximate_head.py); 0: all."""
-        return ApproximateHead(self, rows) if 0 < rows < self.config.vocab_size else self
-
-    def rounded(self, weights: str = "same", cache: str = "same") -> "Transformer":
-        """The same model with weights or cache in int8, for decoding (see int8.py); rounded parts stay as they are.
-
-        Args:
-          weights: "same", "int8" or "int4", for weights of products; with int4, embeddings and experts are in int8.
-          cache: "same", "int8" or "int4", for caches that decoders create.
-        """
-        if weights == cache == "same":
-            return self
-        graphdef, state = nnx.split(self)
-        of = functools.partial(rounded_weight, weights=weights)
-        state = jax.tree.map(of, state, is_leaf=lambda p: isinstance(p, nnx.Variable))
-        model = nnx.merge(graphdef, state)
-        for _, each in nnx.iter_modules(model):  # also of models inside this one
-            if cache != "same" and isinstance(each, Transformer):
-                each.cache_dtype = jnp.dtype(cache)
-        return model
 
     def embedded(self, tokens: Int32[Array, "B T"]) -> Float[Array, "B T D"]:
         """The embeddings that the first layer reads."""
@@ -237,57 +176,39 @@ class Transformer(nnx.Module):
         return norm(x, self.final_norm[...].astype(self.dtype), self.config)
 
 
-def rounded_weight(p: nnx.Variable, weights: str) -> nnx.Variable:
-    """A weight, rounded as `Transformer.rounded` describes."""
-    if weights == "same" or not p.summed or is_int8(p.get_value()):
-        return p
-    in_int4 = weights == "int4" and p.logical_axes[0] == "layers" and "experts" not in p.logical_axes
-    kind = Int4Array if in_int4 else Int8Array
-    return p.replace(kind.of(p.get_value(), [p.logical_axes.index(name) for name in p.summed]))
-
-
-class Wrapper(Transformer):
-    """A model that computes what the inner one does, except for what a subclass overrides; see `Transformer`."""
-
-    def __init__(self, model: Transformer):
-        self.model = model
-        self.config, self.dtype, self.cache_dtype = model.config, model.dtype, model.cache_dtype
-        self.head_rows = model.head_rows
-
-    def hidden_and_load(self, *fed: Any) -> tuple[Float[Array, "B T D"], Load | None]:
-        return self.model.hidden_and_load(*fed)
-
-    def extend_hidden(self, *fed: Any) -> tuple[Float[Array, "_ _ D"], KeyValues]:
-        return self.model.extend_hidden(*fed)
-
-    def logits(self, x: Float[Array, "B T D"]) -> Float32[Array, "B T V"]:
-        return self.model.logits(x)
-
-    def empty_cache(self, rows: int, capacity: int) -> KeyValues:
-        return self.model.empty_cache(rows, capacity)
-
-    @property
-    def weight_bytes(self) -> int:
-        return self.model.weight_bytes
-
-    @property
-    def _head(self) -> nnx.Param:
-        return self.model._head  # noqa: SLF001
-
-
-class ApproximateHead(Wrapper):
-    """A model with logits only for a few rows of the output head, chosen by its rounded copy; -inf for the others."""
-
-    def __init__(self, model: Transformer, rows: int):
-        super().__init__(model)
-        self.head_rows = rows
-        self.rounded_head = nnx.Param(rounded_head(model.output_head), logical_axes=("vocab", None), summed=())
-
-    def logits(self, x: Float[Array, "B T D"]) -> Float32[Array, "B T V"]:
-        return shortlisted_logits(x, self.output_head, self.rounded_head.get_value(), self.head_rows)
-
-
 def logical_axes(model: Transformer) -> dict:
     """The logical axis names of every weight, as a tree of the same structure as the weights."""
     state = nnx.state(model, nnx.Param)
     return nnx.to_pure_dict(jax.tree.map(lambda p: p.logical_axes, state, is_leaf=lambda p: isinstance(p, nnx.Param)))
+
+
+def abstract_transformer(
+    config: ModelConfig,
+    dtype: str,
+    mesh: Mesh,
+    flags: str = "mesh",
+    head_rows: int = 0,
+    weights: str = "same",
+    cache: str = "same",
+) -> tuple[nnx.GraphDef, dict[str, Any]]:
+    """The structure of a model, and a `jax.ShapeDtypeStruct` of every weight with its sharding.
+
+    SettingError, naming flags by the prefix `flags`, if the mesh cannot split a weight evenly; its devices may be
+    abstract. `head_rows`, `weights` and `cache`: see `LanguageModel.with_head_rows` and `rounded`.
+    """
+    model = nnx.eval_shape(
+        lambda: Transformer(config, nnx.Rngs(0), dtype).rounded(weights, cache).with_head_rows(head_rows)
+    )
+    graphdef, params = nnx.split(model)
+
+    def place(x: Any, axes: Sequence[str | None], dtype: DTypeLike = dtype) -> Any:
+        if is_int8(x):
+            of_scale = [axis if size > 1 else None for size, axis in zip(x.scale.shape, axes, strict=True)]
+            return Int8Array(place(x.values, axes, jnp.int8), place(x.scale, of_scale, jnp.float32))
+        for size, axis in zip(x.shape, axes, strict=True):
+            if size % shard_count(mesh, axis):
+                name = RULES[axis][0]
+                raise SettingError(flags, name, mesh.shape[name], f"does not divide the model's {size} {axis}")
+        return jax.ShapeDtypeStruct(x.shape, dtype, sharding=sharding(mesh, *axes))
+
+    return graphdef, jax.tree.map(place, nnx.to_pure_dict(params), logical_axes(model), is_leaf=is_int8)

@@ -18,7 +18,7 @@ from refusion_jax.decoding.memory import admissions
 from refusion_jax.decoding.requests import prepare
 from refusion_jax.decoding.settings import Settings
 from refusion_jax.distributed import sharding
-from refusion_jax.model.abstract import abstract_transformer
+from refusion_jax.model.transformer import abstract_transformer
 from refusion_jax.planning.compiler import tpu_devices
 from refusion_jax.systems.api import decoder_for
 from refusion_jax.training.program import Program, train_program

@@ -28,8 +28,8 @@ from refusion_jax.decoding.requests import Answer, Request, check_tokens, prepar
 from refusion_jax.decoding.settings import Settings
 from refusion_jax.decoding.stops import Stops
 from refusion_jax.distributed.sharding import shard_count
+from refusion_jax.model.interface import LanguageModel
 from refusion_jax.model.shape import ModelConfig
-from refusion_jax.model.transformer import Transformer
 from refusion_jax.systems.api import as_decoded, decoder_for
 
 LOOK = 8  # forwards between two readings of what the rows have decoded
@@ -76,7 +76,7 @@ class Engine:
 
     def __init__(
         self,
-        model: Transformer,
+        model: LanguageModel,
         settings: Settings,
         rows: int,
         grammar: Matcher | None = None,
@@ -368,7 +368,7 @@ class Choice:
     engine: Engine  # that decodes it
 
 
-def _kept_blocks(model: Transformer, decoder: Decoder, rows: int, most: int | None) -> int:
+def _kept_blocks(model: LanguageModel, decoder: Decoder, rows: int, most: int | None) -> int:
     """The number of blocks of the prefix cache; see `decoding.prefixes`.
 
     They take at most `most` bytes on each device; None: as many as the batch, but at most a quarter of what it leaves.

@@ -10,7 +10,7 @@ from refusion_jax.data.interface import Tokenizer
 from refusion_jax.decoding.prompts import Decode, tokens_of
 from refusion_jax.decoding.settings import Settings
 from refusion_jax.evaluation.likelihood import TokenScore, token_scores
-from refusion_jax.model.transformer import Transformer
+from refusion_jax.model.interface import LanguageModel
 from refusion_jax.serving.engine import Choice
 from refusion_jax.serving.protocol import Chat, Completion
 from refusion_jax.serving.writer import Delta
@@ -19,7 +19,7 @@ from refusion_jax.serving.writer import Delta
 class Scorer:
     """Scores answers of a model, one response at a time, as this needs memory in addition to the batch's."""
 
-    def __init__(self, model: Transformer, tokenizer: Tokenizer, settings: Settings):
+    def __init__(self, model: LanguageModel, tokenizer: Tokenizer, settings: Settings):
         self._model, self._tokenizer = model, tokenizer
         self._how = {"method": settings.method, "slot_size": settings.slot_size}
         self._turn = anyio.CapacityLimiter(1)

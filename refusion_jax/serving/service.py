@@ -15,7 +15,7 @@ from refusion_jax.decoding.prompts import Decode
 from refusion_jax.decoding.requests import Answer, Request
 from refusion_jax.decoding.settings import Settings, TokenIds
 from refusion_jax.decoding.stops import Stops
-from refusion_jax.model.transformer import Transformer
+from refusion_jax.model.interface import LanguageModel
 from refusion_jax.serving.engine import Choice, Engine
 from refusion_jax.serving.grammar import Grammars
 from refusion_jax.serving.metrics import Metrics
@@ -31,7 +31,7 @@ _OWN_FIELDS = {"max_new_tokens": "max_tokens", "temperature": "temperature", "to
 class Service:
     """A model, its tokenizer and its engine."""
 
-    def __init__(self, name: str, model: Transformer, tokenizer: Tokenizer, engine: Engine, seed: int | None = None):
+    def __init__(self, name: str, model: LanguageModel, tokenizer: Tokenizer, engine: Engine, seed: int | None = None):
         """Serves a model, which also scores texts; requests without a seed get `seed` or, if None, one of their own."""
         self.name, self.engine, self.tokenizer, self._seed = name, engine, tokenizer, seed
         self.metrics = Metrics(name, engine)

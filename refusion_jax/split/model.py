@@ -17,15 +17,16 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax.experimental import io_callback
-from jaxtyping import Array, Bool, Float, Int32
+from jaxtyping import Array, Int32
 
 from refusion_jax.cli.errors import UserError
 from refusion_jax.decoding.cache import bytes_per_token
 from refusion_jax.decoding.prefixes import Newcomers
 from refusion_jax.decoding.queue import Progress, RunningBatch
+from refusion_jax.model.interface import Wrapper
 from refusion_jax.model.key_values import KeyValues, attend_over
 from refusion_jax.model.ragged import Ragged
-from refusion_jax.model.transformer import Transformer, Wrapper
+from refusion_jax.model.transformer import Transformer
 
 
 class Packing(NamedTuple):
@@ -50,15 +51,7 @@ class SplitModel(Wrapper):
         super().__init__(part)
         self.link = link
 
-    def extend_hidden(
-        self,
-        tokens: Int32[Array, "B T"],
-        positions: Int32[Array, "B T"],
-        cached: KeyValues,
-        length: Int32[Array, "B"],
-        visible: Bool[Array, "B T T"],
-        ragged: Ragged | None = None,
-    ) -> tuple[Float[Array, "_ _ D"], KeyValues]:
+    def extend_hidden(self, tokens, positions, cached, length, visible, ragged=None):
         """`extend_hidden` of the whole model, with the keys and values of the device's layers."""
         ragged = ragged or Ragged.whole(*tokens.shape)
         positions = jnp.maximum(positions, 0)  # a row without a request may feed the place before its first
@@ -73,7 +66,7 @@ class SplitModel(Wrapper):
         # Pure, so that it is removed if nothing depends on it: a prefill does not wait for its round trips.
         return jax.pure_callback(functools.partial(self.link.receive, shape, packing), shape, sent), new
 
-    def hidden_and_load(self, *fed: Any):
+    def hidden(self, *fed: Any):
         """Raises: only decoders with a cache can run over two machines."""
         raise UserError("a split model decodes on a cache only")
 

@@ -10,8 +10,9 @@ import numpy as np
 from flax import nnx
 
 from refusion_jax.checkpoints.weights import Reader
+from refusion_jax.model.interface import rounded_weight
 from refusion_jax.model.shape import ModelConfig
-from refusion_jax.model.transformer import Transformer, rounded_weight
+from refusion_jax.model.transformer import Transformer
 
 _STACKS = ("dense_layers", "layers")  # of the weights of a model, in order
 _HASHED = 2**20  # values at each end of a weight
@@ -36,8 +37,8 @@ def load_part(
 ) -> Transformer:
     """`part_of` a stored model; no other weights are kept, and each is rounded before the next is read.
 
-    `read` and `config` are those of the whole model, `weights` and `cache` as for `Transformer.rounded`. UserError if a
-    weight cannot be read.
+    `read` and `config` are those of the whole model, `weights` and `cache` as for `LanguageModel.rounded`. UserError
+    if a weight cannot be read.
     """
     part = abstract_part(config, first, end, dtype)
     graphdef, state = nnx.split(part)

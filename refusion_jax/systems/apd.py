@@ -42,8 +42,8 @@ from refusion_jax.decoding.reference import ReferenceDecoder
 from refusion_jax.decoding.requests import Layout, Request, most_new_tokens, text_capacity
 from refusion_jax.decoding.sampling import mask_logits, run_length, sample
 from refusion_jax.decoding.trajectory import tell
+from refusion_jax.model.interface import LanguageModel
 from refusion_jax.model.shape import ModelConfig
-from refusion_jax.model.transformer import Transformer
 from refusion_jax.systems import masked
 from refusion_jax.systems.interface import System
 
@@ -77,14 +77,14 @@ class DraftAndAgree(Continuer):
         C, K = text_capacity(requests), min(requests[0].settings.lookahead, most_new_tokens(requests))
         return cls.sized(requests, model, width=C, lookahead=K, shifted=model.shifted, cache_length=C + K)
 
-    def init(self, model: Transformer, layout: Layout, keys: Key[Array, "B"]) -> FilledText:
+    def init(self, model: LanguageModel, layout: Layout, keys: Key[Array, "B"]) -> FilledText:
         cache, _ = kv.prefill_but_last(model.verifier, layout.given, self.chunk)
         return FilledText.start_text(layout, keys, self.lookahead, self.ids.mask_id, cache=cache)
 
-    def scored(self, model: Transformer, rows: int) -> int:
+    def scored(self, model: LanguageModel, rows: int) -> int:
         return super().scored(model, rows) * self.lookahead // self.width
 
-    def step(self, model: Transformer, s: FilledText) -> FilledText:
+    def step(self, model: LanguageModel, s: FilledText) -> FilledText:
         """One forward pass of the model over the text and the masks ahead, and one of the verifier over the drafts."""
         K, first = self.lookahead, s.places.position[:, 0] + s.record.count
         at = first[:, None] + jnp.arange(K)[None]  # [B, K]
@@ -108,7 +108,7 @@ class DraftAndAgree(Continuer):
         return after.replace(cache=kv.commit(cache, after.record.count - s.record.count))
 
 
-def reference(model: Transformer, request: Request) -> dict:
+def reference(model: LanguageModel, request: Request) -> dict:
     """The decoder in plain Python: one request, no cache, greedy."""
     plain, s = ReferenceDecoder(model, request, keeps_cache=False), request.settings
     check, shift = ReferenceDecoder(model.verifier, request), model.config.shifted

@@ -21,9 +21,9 @@ from refusion_jax.decoding.settings import Settings
 from refusion_jax.decoding.stops import Stops
 from refusion_jax.decoding.trajectory import Trajectory
 from refusion_jax.distributed.json_files import parse_json
+from refusion_jax.model.interface import LanguageModel
 from refusion_jax.model.one_cpu import for_one_cpu
 from refusion_jax.model.shape import ModelConfig
-from refusion_jax.model.transformer import Transformer
 from refusion_jax.systems.registry import decoders, default_system, find_decoder
 
 _NO_STOPS = Stops(())
@@ -104,7 +104,7 @@ class Decoded:
     finish_reason: list[str]
 
 
-def decode(model: Transformer, prompts: Sequence[Sequence[int] | Request], settings: Settings) -> Decoded:
+def decode(model: LanguageModel, prompts: Sequence[Sequence[int] | Request], settings: Settings) -> Decoded:
     """Decodes prompts in batches, with the whole loop on the device.
 
     The answer to a prompt does not depend on the other prompts. Calls with the same sizes share one compilation,
@@ -118,7 +118,7 @@ def decode(model: Transformer, prompts: Sequence[Sequence[int] | Request], setti
     Raises:
       UserError: if a prompt is empty, has an id outside the vocabulary, or does not fit into the cache.
     """
-    check_made("model", model, Transformer, "load_model")
+    check_made("model", model, LanguageModel, "load_model")
     requests = prepare(prompts, settings, model.config)
     answers = dict(stream(model, requests)) if requests else {}
     in_order = [answers[i] for i in range(len(requests))]
@@ -126,7 +126,7 @@ def decode(model: Transformer, prompts: Sequence[Sequence[int] | Request], setti
 
 
 def stream(
-    model: Transformer,
+    model: LanguageModel,
     requests: Sequence[Request],
     decoder: Decoder | None = None,
     watch: Callable[[int, Answer], object] | None = None,
@@ -145,14 +145,14 @@ def stream(
     return queue.stream(model, decoder, requests, settings.batch_size, watch, every, record, batch_type(decoder))
 
 
-def as_decoded(model: Transformer, settings: Settings) -> Transformer:
+def as_decoded(model: LanguageModel, settings: Settings) -> LanguageModel:
     """The model with the precision, output head and memory layout for decoding."""
     model = for_one_cpu(model, settings.weights).rounded(settings.weights, settings.cache)
     return model.with_head_rows(settings.head_rows)
 
 
 def play(
-    model: Transformer, requests: Sequence[Request], tokenizer: Tokenizer | None, name: str, stops: Stops = _NO_STOPS
+    model: LanguageModel, requests: Sequence[Request], tokenizer: Tokenizer | None, name: str, stops: Stops = _NO_STOPS
 ) -> Decodings:
     """Decodes requests from `prepare` for the player's page, which calls the system `name`; see `stream`."""
     decodings = Decodings(name, tokenizer)

@@ -25,7 +25,7 @@ from refusion_jax.decoding.decoder import LAST_TOKEN, Continuation, Continuer
 from refusion_jax.decoding.reference import ReferenceDecoder
 from refusion_jax.decoding.requests import Layout, Request
 from refusion_jax.decoding.sampling import mask_logits, sample
-from refusion_jax.model.transformer import Transformer
+from refusion_jax.model.interface import LanguageModel
 from refusion_jax.systems.interface import PLAIN, Objective, ScoredText, ScoredTokens, Scoring, System
 
 
@@ -66,11 +66,11 @@ class LeftToRight(Continuer):
         """N: the last token and, in decoders that verify drafts, those."""
         return 1 + requests[0].settings.draft_length
 
-    def init(self, model: Transformer, layout: Layout, keys: Key[Array, "B"]) -> State:
+    def init(self, model: LanguageModel, layout: Layout, keys: Key[Array, "B"]) -> State:
         cache, last = kv.prefill_but_last(model, layout.given, self.chunk)
         return State.start(layout, keys, self.width, cache=cache, last=last)
 
-    def step(self, model: Transformer, s: State) -> State:
+    def step(self, model: LanguageModel, s: State) -> State:
         place = self.next_places(s)  # [B, 1]
         logits, cache = kv.extend(model, s.cache, s.last[:, None], place - 1)
         _, choosable = mask_logits(logits, s.places.may_end(place), self.ids)
@@ -94,7 +94,7 @@ class Speculative(LeftToRight):
         return sampling.draw(q, s.keys, places, s.settings), q
 
     def verify(
-        self, model: Transformer, s: Continuation, last: Array, drafts: Array, drafted: Array, q: Array
+        self, model: LanguageModel, s: Continuation, last: Array, drafts: Array, drafted: Array, q: Array
     ) -> tuple[Continuation, Array, Array]:
         """Commits accepted drafts and one more token by a forward pass: (the next state, [B, N] tokens, their number).
 
@@ -109,7 +109,7 @@ class Speculative(LeftToRight):
         return after, tokens, kept
 
 
-def reference(model: Transformer, request: Request) -> dict:
+def reference(model: LanguageModel, request: Request) -> dict:
     """One token per forward in plain Python: one request, no cache, greedy. Gaps are filled in text order.
 
     A token is predicted by the one before it in the text if that was committed last, otherwise (in decoders that fill

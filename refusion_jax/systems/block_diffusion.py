@@ -61,8 +61,8 @@ from refusion_jax.decoding.decoder import Continuer, FilledText
 from refusion_jax.decoding.reference import ReferenceDecoder
 from refusion_jax.decoding.requests import Layout, Request
 from refusion_jax.model.families import Release
+from refusion_jax.model.interface import LanguageModel
 from refusion_jax.model.shape import ModelConfig
-from refusion_jax.model.transformer import Transformer
 from refusion_jax.systems.interface import Objective, System
 
 _BLOCK = 32  # as in the paper
@@ -175,21 +175,21 @@ class BlockByBlock(Continuer):
         """Whole blocks of the model."""
         return math.lcm(super().prefix_block, self.width)
 
-    def init(self, model: Transformer, layout: Layout, keys: Key[Array, "B"]) -> FilledText:
+    def init(self, model: LanguageModel, layout: Layout, keys: Key[Array, "B"]) -> FilledText:
         """The initial state: prompts are cached in whole blocks, except the block that predicts the first new token."""
         given, K = layout.given, self.width
         entries = kv.prefill(model, given, self.chunk, block_size=K).entries
         cache = kv.Cache(entries, (given.length - self.shift) // K * K)
         return FilledText.start_text(layout, keys, K, self.ids.mask_id, cache=cache)
 
-    def look(self, model: Transformer, s: FilledText) -> tuple[Array, Array, Array, kv.Cache]:
+    def look(self, model: LanguageModel, s: FilledText) -> tuple[Array, Array, Array, kv.Cache]:
         """One forward pass over each row's block: (its places, the fed tokens, their logits, the cache)."""
         at = s.cache.length[:, None] + jnp.arange(self.width)[None]  # [B, K]
         fed = jnp.where(at < s.length[:, None], jnp.take_along_axis(s.text, at, axis=1), self.ids.mask_id)
         logits, cache = kv.extend(model, s.cache, fed, at, jnp.ones((1, self.width, self.width), bool))
         return at, fed, logits, cache
 
-    def step(self, model: Transformer, s: FilledText) -> FilledText:
+    def step(self, model: LanguageModel, s: FilledText) -> FilledText:
         """A pass over each row's block: reveals tokens, or commits it and, if shifted, reveals one of the next."""
         offset, own = jnp.arange(self.width)[None], s.settings
         at, _, logits, cache = self.look(model, s)
@@ -209,7 +209,7 @@ class BlockByBlock(Continuer):
         return s.fill(cache, reveals, proposal.token, at + self.shift, self.ids)
 
 
-def reference(model: Transformer, request: Request, shift: int = 1) -> dict:
+def reference(model: LanguageModel, request: Request, shift: int = 1) -> dict:
     """The decoder in plain Python: one request, no cache, greedy."""
     plain, s = ReferenceDecoder(model, request), request.settings
     mask_id, K = plain.ids.mask_id, s.block_size

@@ -52,7 +52,7 @@ from refusion_jax.decoding import settings as shared
 from refusion_jax.decoding.decoder import Continuer, FilledText
 from refusion_jax.decoding.reference import ReferenceDecoder
 from refusion_jax.decoding.requests import Layout, Request
-from refusion_jax.model.transformer import Transformer
+from refusion_jax.model.interface import LanguageModel
 from refusion_jax.systems.interface import Objective, System
 
 
@@ -139,12 +139,12 @@ class CausalBlocks(Continuer):
         """K."""
         return requests[0].settings.draft_length
 
-    def init(self, model: Transformer, layout: Layout, keys: Key[Array, "B"]) -> State:
+    def init(self, model: LanguageModel, layout: Layout, keys: Key[Array, "B"]) -> State:
         cache, last = kv.prefill_but_last(model, layout.given, self.chunk)
         own = {"cache": cache, "passed": jnp.zeros_like(last)}
         return State.start_text(layout, keys, self.width, self.ids.mask_id, **own)
 
-    def step(self, model: Transformer, s: State) -> State:
+    def step(self, model: LanguageModel, s: State) -> State:
         """One forward pass over each row's block: reveals tokens, or commits a finished block."""
         K = self.width
         at = s.cache.length[:, None] + jnp.arange(K)[None]  # [B, K]; each predicts the token after it
@@ -161,7 +161,7 @@ class CausalBlocks(Continuer):
         return s.fill(cache, reveals, proposal.token, at + 1, self.ids, passed=jnp.where(is_open, s.passed + 1, 0))
 
 
-def reference(model: Transformer, request: Request) -> dict:
+def reference(model: LanguageModel, request: Request) -> dict:
     """The decoder in plain Python: one request, no cache, greedy."""
     plain, s = ReferenceDecoder(model, request), request.settings
     start = len(plain.given)

@@ -29,7 +29,7 @@ from refusion_jax.decoding import settings as shared
 from refusion_jax.decoding.reference import ReferenceDecoder
 from refusion_jax.decoding.requests import Request
 from refusion_jax.decoding.sampling import put
-from refusion_jax.model.transformer import Transformer
+from refusion_jax.model.interface import LanguageModel
 from refusion_jax.systems import masked
 from refusion_jax.systems.interface import System
 
@@ -74,7 +74,7 @@ def known_nearby(
     return after - before
 
 
-def reference(model: Transformer, request: Request) -> dict:
+def reference(model: LanguageModel, request: Request) -> dict:
     """The decoder in plain Python: one request, greedy."""
     plain, s = ReferenceDecoder(model, request, keeps_cache=False), request.settings
 

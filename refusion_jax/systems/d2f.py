@@ -50,8 +50,8 @@ from refusion_jax.decoding import settings as shared
 from refusion_jax.decoding.decoder import Decoder
 from refusion_jax.decoding.reference import ReferenceDecoder
 from refusion_jax.decoding.requests import Layout, Request, most_new_tokens, rounded_up, text_capacity
+from refusion_jax.model.interface import LanguageModel
 from refusion_jax.model.shape import ModelConfig
-from refusion_jax.model.transformer import Transformer
 from refusion_jax.systems import masked
 from refusion_jax.systems.interface import Objective, System
 
@@ -161,13 +161,13 @@ class Pipeline(Decoder):
         chunk = rounded_up(max(len(request.given[0]) for request in requests))
         return cls.sized(requests, model, width=width, chunk=chunk, cache_length=text_capacity(requests) + width)
 
-    def init(self, model: Transformer, layout: Layout, keys: Key[Array, "B"]) -> State:
+    def init(self, model: LanguageModel, layout: Layout, keys: Key[Array, "B"]) -> State:
         """The initial state: prompts are cached, with bidirectional attention; no block is open."""
         cache = kv.prefill(model, layout.given, self.chunk, block_size=self.chunk)
         own = {"cache": cache, "opened": jnp.zeros_like(cache.length)}
         return State.start_text(layout, keys, self.width, self.ids.mask_id, **own)
 
-    def step(self, model: Transformer, s: State) -> State:
+    def step(self, model: LanguageModel, s: State) -> State:
         """One forward pass over the blocks in flight."""
         K, F, own = self.block_length, self.width, s.settings
         cached = (s.cache.length - s.first) // K  # [B] blocks
@@ -207,7 +207,7 @@ class Pipeline(Decoder):
         return s.opened + is_due
 
 
-def reference(model: Transformer, request: Request) -> dict:
+def reference(model: LanguageModel, request: Request) -> dict:
     """The decoder in plain Python: one request, no cache, greedy."""
     plain, s = ReferenceDecoder(model, request), request.settings
     K, first = s.block_length, plain.places[0]

@@ -60,10 +60,10 @@ from refusion_jax.decoding import cache as kv
 from refusion_jax.decoding.auxiliary import in_vocabulary
 from refusion_jax.decoding.reference import ReferenceDecoder
 from refusion_jax.decoding.requests import Layout, Request
+from refusion_jax.model.interface import LanguageModel, Wrapper
 from refusion_jax.model.key_values import KeyValues, attend_over
 from refusion_jax.model.ragged import Ragged
 from refusion_jax.model.shape import READ_ALIKE
-from refusion_jax.model.transformer import Transformer, Wrapper
 from refusion_jax.systems import ar, pard
 from refusion_jax.systems.interface import Objective, System
 
@@ -98,7 +98,7 @@ class DraftBlocks(Objective):
 class WithDrafter(Wrapper):
     """A model and the drafter that reads its hidden states, on one cache: the model's layers, then the drafter's."""
 
-    def __init__(self, model: Transformer):
+    def __init__(self, model: LanguageModel):
         super().__init__(model)
         self.drafter = model.drafter
         for key in READ_ALIKE:
@@ -148,10 +148,10 @@ class ReadAndDraft(ar.Speculative):
 
     settings: ClassVar[type[ReadingSettings]] = ReadingSettings
 
-    def init(self, model: Transformer, layout: Layout, keys: Key[Array, "B"]) -> ar.State:
+    def init(self, model: LanguageModel, layout: Layout, keys: Key[Array, "B"]) -> ar.State:
         return super().init(WithDrafter(model), layout, keys)
 
-    def step(self, model: Transformer, s: ar.State) -> ar.State:
+    def step(self, model: LanguageModel, s: ar.State) -> ar.State:
         """One forward pass of each model, after which each row commits the accepted drafts and one more token."""
         model, M = WithDrafter(model), self.width - 1
         drafts, q = self.draw_drafts(s, model.draft(s.last, self.next_places(s)[:, 0] - 1, s.cache, M))
@@ -159,7 +159,7 @@ class ReadAndDraft(ar.Speculative):
         return s.renewed(after, last=tokens[:, -1])
 
 
-def reference(model: Transformer, request: Request) -> dict:
+def reference(model: LanguageModel, request: Request) -> dict:
     """The decoder in plain Python: one request, no cache, greedy. Drafts are those of the training model."""
     plain, drafter = ReferenceDecoder(model, request), nnx.clone(model.drafter)
     drafter.reads, masks = model.model, [drafter.config.mask_token_id] * (request.settings.draft_length - 1)

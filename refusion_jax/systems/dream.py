@@ -43,7 +43,7 @@ from refusion_jax.decoding import settings as shared
 from refusion_jax.decoding.reference import ReferenceDecoder
 from refusion_jax.decoding.requests import Request, most_new_tokens
 from refusion_jax.model.families import Release
-from refusion_jax.model.transformer import Transformer
+from refusion_jax.model.interface import LanguageModel
 from refusion_jax.systems import llada, masked
 from refusion_jax.systems.interface import System
 
@@ -138,7 +138,7 @@ class DenoiseOnSchedule(masked.OnSchedule):
         return best[:, :, 0] - best[:, :, 1]
 
 
-def reference(model: Transformer, request: Request) -> dict:
+def reference(model: LanguageModel, request: Request) -> dict:
     """The decoder in plain Python: one request, greedy."""
     plain = ReferenceDecoder(model, request, keeps_cache=False)
 

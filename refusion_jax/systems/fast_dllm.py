@@ -41,9 +41,9 @@ from refusion_jax.decoding import settings as shared
 from refusion_jax.decoding.cache import Cache, stored
 from refusion_jax.decoding.reference import ReferenceDecoder
 from refusion_jax.decoding.requests import Layout, Request
+from refusion_jax.model.interface import LanguageModel
 from refusion_jax.model.key_values import KeyValues
 from refusion_jax.model.shape import ModelConfig
-from refusion_jax.model.transformer import Transformer
 from refusion_jax.systems import masked
 from refusion_jax.systems.interface import System
 
@@ -91,7 +91,7 @@ class BlockCache(masked.MaskedDecoder):
         own = super().for_requests(requests, model)
         return dataclasses.replace(own, cache_length=0 if own.reuse == "none" else own.width)
 
-    def init(self, model: Transformer, layout: Layout, keys: Key[Array, "B"]) -> State:
+    def init(self, model: LanguageModel, layout: Layout, keys: Key[Array, "B"]) -> State:
         """The initial state; there is no prefill, as the first forward pass runs over the whole text."""
         entries = Cache.empty(model, len(keys), self.cache_length).entries
         return State.start_text(layout, keys, self.block_length, self.ids.mask_id, entries=entries)
@@ -101,7 +101,7 @@ class BlockCache(masked.MaskedDecoder):
         p = proposal.probability
         return w.masked & ((p >= s.settings.threshold[:, None]) | (masked.ranks(p, w) == 0))
 
-    def step(self, model: Transformer, s: State) -> State:
+    def step(self, model: LanguageModel, s: State) -> State:
         """One forward pass: over the whole text for rows that begin a block, or over blocks for the others."""
         if self.reuse == "none":
             return super().step(model, s)
@@ -122,7 +122,7 @@ class BlockCache(masked.MaskedDecoder):
         return after.replace(entries=entries)
 
     def _whole(
-        self, model: Transformer, s: State, w: masked.Window, takes_part: Bool[Array, "B"]
+        self, model: LanguageModel, s: State, w: masked.Window, takes_part: Bool[Array, "B"]
     ) -> tuple[Float[Array, "B K D"], KeyValues]:
         """A pass over whole texts: (inputs of the output head for the block, the keys and values to keep)."""
         (start, fed), C = self._fed(s), self.width
@@ -147,7 +147,7 @@ class BlockCache(masked.MaskedDecoder):
         is_new = takes_part[None, :, None, None, None]
         return x, jax.tree.map(lambda new, old: jnp.where(is_new, new, old), stored(new), s.entries)
 
-    def _block(self, model: Transformer, s: State) -> tuple[Float[Array, "B K D"], KeyValues]:
+    def _block(self, model: LanguageModel, s: State) -> tuple[Float[Array, "B K D"], KeyValues]:
         """`_whole` for a forward pass over the block, on top of the kept keys and values."""
         start, fed = self._fed(s)
         F = self.block_length if self.reuse == "dual" else self.new_tokens  # with `dual` the block, else all from it on
@@ -167,7 +167,7 @@ class BlockCache(masked.MaskedDecoder):
         return s.first + first, jnp.minimum(left, masked.block_length(s)) if self.reuse == "dual" else left
 
 
-def reference(model: Transformer, request: Request) -> dict:
+def reference(model: LanguageModel, request: Request) -> dict:
     """The decoder in plain Python: one request, greedy. Kept keys and values are recomputed from the older text."""
     plain, s = ReferenceDecoder(model, request), request.settings
     shift, n = model.config.shifted, len(plain.places)

@@ -55,8 +55,8 @@ from refusion_jax.decoding.requests import Layout, Request
 from refusion_jax.decoding.sampling import mask_logits
 from refusion_jax.decoding.trajectory import tell
 from refusion_jax.model.families import Release
+from refusion_jax.model.interface import LanguageModel
 from refusion_jax.model.shape import ModelConfig
-from refusion_jax.model.transformer import Transformer
 from refusion_jax.systems.interface import Objective, System
 
 _BLOCK = 3
@@ -142,14 +142,14 @@ class DraftAndCheck(Continuer):
         """N."""
         return (self.width + 1) // 2
 
-    def init(self, model: Transformer, layout: Layout, keys: Key[Array, "B"]) -> State:
+    def init(self, model: LanguageModel, layout: Layout, keys: Key[Array, "B"]) -> State:
         cache, last = kv.prefill_but_last(model, layout.given, self.chunk)
         B, M, V = len(last), self.stride - 1, model.config.vocab_size
         none = {"drafts": jnp.zeros((B, M), jnp.int32), "q": jnp.zeros((B, M, V), jnp.float32)}
         none |= {"pending": last, "drafted": jnp.zeros_like(last)}
         return State.start(layout, keys, self.width, cache=cache, **none)
 
-    def step(self, model: Transformer, s: State) -> State:
+    def step(self, model: LanguageModel, s: State) -> State:
         """One forward pass, in which each row commits the accepted drafts and one more token, and makes new drafts."""
         N, offset = self.stride, jnp.arange(self.width)[None]
         first = s.places.position[:, 0] + s.record.count  # [B], the place after the pending token
@@ -177,7 +177,7 @@ class DraftAndCheck(Continuer):
         return s.renewed(after, pending=tokens[:, -1], drafts=drafts, q=q, drafted=drafted)
 
 
-def reference(model: Transformer, request: Request) -> dict:
+def reference(model: LanguageModel, request: Request) -> dict:
     """The decoder in plain Python: one request, no cache, greedy."""
     plain, drafts = ReferenceDecoder(model, request), []
     masks = [plain.ids.mask_id] * (request.settings.stride - 1)

@@ -26,8 +26,8 @@ from refusion_jax.decoding.decoder import Decoder
 from refusion_jax.decoding.requests import Request
 from refusion_jax.model.families import Release
 from refusion_jax.model.flops import train_flops_per_token
+from refusion_jax.model.interface import LanguageModel
 from refusion_jax.model.shape import ModelConfig
-from refusion_jax.model.transformer import Transformer
 
 SHARED_CODE = Path(__file__).parent / "custom_generate" / "rows.py"  # what `System.custom_generate` imports
 PLAIN = "plain"  # in `System.decodes`: pretrained language models as they are
@@ -146,7 +146,7 @@ class System:
     name: str
     objective: type[Objective] | None  # None: it only decodes models of others
     decoders: Mapping[str, type[Decoder]]  # by name; the first is the default
-    references: Mapping[str, Callable[[Transformer, Request], dict]]  # each in plain Python: decoding/reference.py
+    references: Mapping[str, Callable[[LanguageModel, Request], dict]]  # each in plain Python: decoding/reference.py
     section: str = ""  # config section with the settings of the objective; by default the name, if there are any
     former: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # removed keys -> the value that is still used
     block_key: str = ""  # the key for the number of tokens that are denoised together, if there is one

@@ -43,7 +43,7 @@ from refusion_jax.decoding.reference import ReferenceDecoder
 from refusion_jax.decoding.requests import Request
 from refusion_jax.decoding.sampling import put
 from refusion_jax.model.families import Release
-from refusion_jax.model.transformer import Transformer
+from refusion_jax.model.interface import LanguageModel
 from refusion_jax.systems import masked
 from refusion_jax.systems.interface import Objective, ScoredText, ScoredTokens, Scoring, System
 
@@ -135,7 +135,7 @@ def fed_places(s: masked.MaskedText, after: Int32[Array, "B"], merge: int) -> Bo
     return kept & (text < s.length[:, None]) & s.active[:, None]
 
 
-def reference(model: Transformer, request: Request) -> dict:
+def reference(model: LanguageModel, request: Request) -> dict:
     """The decoder in plain Python: one request, greedy."""
     plain, s = ReferenceDecoder(model, request, keeps_cache=False), request.settings
     n = len(plain.places)

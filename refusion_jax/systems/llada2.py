@@ -34,7 +34,7 @@ from refusion_jax.decoding.reference import ReferenceDecoder
 from refusion_jax.decoding.requests import Layout, Request
 from refusion_jax.decoding.sampling import put
 from refusion_jax.model.families import Release
-from refusion_jax.model.transformer import Transformer
+from refusion_jax.model.interface import LanguageModel
 from refusion_jax.systems import block_diffusion, sdar
 from refusion_jax.systems.interface import System
 
@@ -81,11 +81,11 @@ class EditedBlocks(sdar.BlockByBlock):
 
     settings: ClassVar[type[EditSettings]] = EditSettings
 
-    def init(self, model: Transformer, layout: Layout, keys: Key[Array, "B"]) -> EditedText:
+    def init(self, model: LanguageModel, layout: Layout, keys: Key[Array, "B"]) -> EditedText:
         s = super().init(model, layout, keys)
         return EditedText(**vars(s), post_steps=jnp.zeros_like(s.length))
 
-    def step(self, model: Transformer, s: EditedText) -> EditedText:
+    def step(self, model: LanguageModel, s: EditedText) -> EditedText:
         """One forward pass over each row's block: writes and edits tokens, or commits it if none changes."""
         at, fed, logits, cache = self.look(model, s)
         own, is_own = s.settings, (at >= s.places.position[:, :1]) & (at < s.length[:, None])
@@ -110,7 +110,7 @@ class EditedBlocks(sdar.BlockByBlock):
         )
 
 
-def edit_reference(model: Transformer, request: Request) -> dict:
+def edit_reference(model: LanguageModel, request: Request) -> dict:
     """`llada2_edit` in plain Python: one request, no cache, greedy."""
     plain, s = ReferenceDecoder(model, request), request.settings
     for start in range(len(plain.text) // s.block_size * s.block_size, request.length, s.block_size):

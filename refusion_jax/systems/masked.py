@@ -28,8 +28,8 @@ from refusion_jax.decoding.reference import ReferenceDecoder
 from refusion_jax.decoding.requests import Layout, Request, most_new_tokens, text_capacity
 from refusion_jax.decoding.sampling import put
 from refusion_jax.decoding.settings import TokenIds
+from refusion_jax.model.interface import LanguageModel
 from refusion_jax.model.shape import ModelConfig
-from refusion_jax.model.transformer import Transformer
 
 _WIDTHS = 4  # number of compiled widths, at most
 
@@ -84,13 +84,13 @@ class MaskedDecoder(Decoder):
         sizes = {"width": text_capacity(requests), "block_length": block_length, "shifted": shifted}
         return cls.sized(requests, model, **sizes)
 
-    def init(self, _: Transformer, layout: Layout, keys: Key[Array, "B"]) -> MaskedText:
+    def init(self, _: LanguageModel, layout: Layout, keys: Key[Array, "B"]) -> MaskedText:
         return MaskedText.start_text(layout, keys, self.block_length, self.ids.mask_id)
 
-    def scored(self, model: Transformer, rows: int) -> int:
+    def scored(self, model: LanguageModel, rows: int) -> int:
         return super().scored(model, rows) * self.block_length // self.width
 
-    def step(self, model: Transformer, s: MaskedText) -> MaskedText:
+    def step(self, model: LanguageModel, s: MaskedText) -> MaskedText:
         """One forward pass over the whole text, which commits masks of each row's block."""
         w = self.window(s)
         logits = denoise(model, s, w.position, self.shifted, self.fed(s))
@@ -219,7 +219,7 @@ def in_smallest(count: Int32[Array, "B"], of: list[int], forward: Callable[[int]
 
 
 def denoise(
-    model: Transformer,
+    model: LanguageModel,
     s: MaskedText,
     position: Int32[Array, "B K"],
     shifted: bool,

@@ -34,7 +34,7 @@ from refusion_jax.decoding.auxiliary import in_vocabulary
 from refusion_jax.decoding.decoder import Continuation
 from refusion_jax.decoding.reference import ReferenceDecoder
 from refusion_jax.decoding.requests import Layout, Request
-from refusion_jax.model.transformer import Transformer
+from refusion_jax.model.interface import LanguageModel
 from refusion_jax.systems import ar
 from refusion_jax.systems.interface import System
 
@@ -67,7 +67,7 @@ class DraftAndVerify(ar.Speculative):
 
     settings: ClassVar[type[DraftedSettings]] = DraftedSettings
 
-    def init(self, model: Transformer, layout: Layout, keys: Key[Array, "B"]) -> State:
+    def init(self, model: LanguageModel, layout: Layout, keys: Key[Array, "B"]) -> State:
         cache, last = kv.prefill_but_last(model, layout.given, self.chunk)
         room = self.width - 2  # by which the drafter's input is longer than the model's: N tokens and M - 1 masks
         given = layout.given.replace(
@@ -80,7 +80,7 @@ class DraftAndVerify(ar.Speculative):
         own = {"cache": cache, "drafter": drafter, "recent": recent, "count": jnp.ones_like(last)}
         return State.start(layout, keys, self.width, **own)
 
-    def step(self, model: Transformer, s: State) -> State:
+    def step(self, model: LanguageModel, s: State) -> State:
         """One forward pass of each model, after which each row commits the accepted drafts and one more token."""
         N, M = self.width, self.width - 1
         first, offset = self.next_places(s)[:, :1], jnp.arange(N + M - 1)[None]
@@ -97,7 +97,7 @@ class DraftAndVerify(ar.Speculative):
         return s.renewed(after.replace(drafter=drafter), recent=tokens, count=kept)
 
 
-def reference(model: Transformer, request: Request) -> dict:
+def reference(model: LanguageModel, request: Request) -> dict:
     """The decoder in plain Python: one request, no cache, greedy."""
     plain, drafter = ReferenceDecoder(model, request), ReferenceDecoder(model.drafter, request)
     masks = [model.drafter.config.mask_token_id] * (request.settings.draft_length - 1)

@@ -33,7 +33,7 @@ from refusion_jax.decoding.decoder import Continuation
 from refusion_jax.decoding.reference import ReferenceDecoder
 from refusion_jax.decoding.requests import Layout, Request
 from refusion_jax.decoding.sampling import put
-from refusion_jax.model.transformer import Transformer
+from refusion_jax.model.interface import LanguageModel
 from refusion_jax.systems import ar
 from refusion_jax.systems.interface import System
 
@@ -65,11 +65,11 @@ class LookUp(ar.Speculative):
 
     ngram: int
 
-    def init(self, model: Transformer, layout: Layout, keys: Key[Array, "B"]) -> State:
+    def init(self, model: LanguageModel, layout: Layout, keys: Key[Array, "B"]) -> State:
         cache, _ = kv.prefill_but_last(model, layout.given, self.chunk)
         return State.start(layout, keys, self.width, cache=cache, text=layout.given.tokens)
 
-    def step(self, model: Transformer, s: State) -> State:
+    def step(self, model: LanguageModel, s: State) -> State:
         """One forward pass, in which each row commits the accepted drafts and one more token."""
         N, places = self.width, self.next_places(s)
         drafts, drafted = look_up(s.text, places[:, 0], N - 1, self.ngram)
@@ -99,7 +99,7 @@ def look_up(
     return drafts, jnp.where(jnp.max(same, axis=1) > 0, count, 0)
 
 
-def reference(model: Transformer, request: Request) -> dict:
+def reference(model: LanguageModel, request: Request) -> dict:
     """The decoder in plain Python: one request, no cache, greedy."""
     plain, s = ReferenceDecoder(model, request), request.settings
     while not plain.is_complete():

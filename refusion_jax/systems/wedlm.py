@@ -52,7 +52,7 @@ from refusion_jax.decoding.reference import ReferenceDecoder
 from refusion_jax.decoding.requests import Layout, Request, most_new_tokens
 from refusion_jax.decoding.sampling import run_length
 from refusion_jax.model.families import Release
-from refusion_jax.model.transformer import Transformer
+from refusion_jax.model.interface import LanguageModel
 from refusion_jax.systems.interface import Objective, System
 
 
@@ -132,11 +132,11 @@ class SlidingWindow(Continuer):
         """W."""
         return self.width // 2
 
-    def init(self, model: Transformer, layout: Layout, keys: Key[Array, "B"]) -> FilledText:
+    def init(self, model: LanguageModel, layout: Layout, keys: Key[Array, "B"]) -> FilledText:
         cache = kv.prefill(model, layout.given, self.chunk)
         return FilledText.start_text(layout, keys, self.width, self.ids.mask_id, cache=cache)
 
-    def step(self, model: Transformer, s: FilledText) -> FilledText:
+    def step(self, model: LanguageModel, s: FilledText) -> FilledText:
         """One forward pass, which commits filled places right after each row's committed tokens, and fills masks."""
         offset, end = jnp.arange(self.width)[None], s.length[:, None]
         at = s.cache.length[:, None] + offset  # [B, F] of text
@@ -158,7 +158,7 @@ class SlidingWindow(Continuer):
         return s.fill(kv.commit(cache, jnp.where(s.active, prefix, 0)), fills, proposal.token, at, self.ids)
 
 
-def reference(model: Transformer, request: Request) -> dict:
+def reference(model: LanguageModel, request: Request) -> dict:
     """The decoder in plain Python: one request, no cache, greedy."""
     plain, s = ReferenceDecoder(model, request), request.settings
     while masks := [place for place in range(plain.end) if place not in plain.text]:

@@ -17,7 +17,7 @@ from refusion_jax.data.interface import Tokenizer
 from refusion_jax.data.problems import Problem
 from refusion_jax.decoding.player import Decodings
 from refusion_jax.decoding.requests import Answer, prepare
-from refusion_jax.model.transformer import Transformer
+from refusion_jax.model.interface import LanguageModel
 from refusion_jax.systems.api import decoder_for
 
 REPEATS = 9  # a small model decodes the timed problems in 0.2 s, and single repeats differ by a fifth
@@ -30,7 +30,7 @@ class Subject:
     """A decoder at an operating point, with a model."""
 
     point: Point
-    model: Transformer
+    model: LanguageModel
     tokenizer: Tokenizer
     budget: Budget
 

@@ -15,10 +15,10 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Float32, Int32
 
-from refusion_jax.batch.visibility import Visibility
 from refusion_jax.cli.errors import UserError
+from refusion_jax.model.interface import LanguageModel, Wrapper
 from refusion_jax.model.key_values import KeyValues
-from refusion_jax.model.transformer import Transformer, Wrapper
+from refusion_jax.model.transformer import Transformer
 
 _HEAD_DIM = 64
 _UNIT = 128  # of hidden sizes
@@ -31,26 +31,17 @@ class BothKeyValues(KeyValues):
 
     proxy: KeyValues
 
-    @property
-    def trained(self) -> KeyValues:
-        return KeyValues(self.keys, self.values)
-
 
 class SpeedProxy(Wrapper):
     """A trained model, along with which a larger one is computed; both have the same vocabulary and dtype."""
 
-    def __init__(self, trained: Transformer, proxy: Transformer):
+    def __init__(self, trained: LanguageModel, proxy: LanguageModel):
         super().__init__(trained)
         self.proxy = proxy
 
-    @property
-    def weight_bytes(self) -> int:
-        """The proxy's bytes, from which decoders derive how many speculative tokens are free."""
-        return self.proxy.weight_bytes
-
-    @property
-    def operand_dtype(self) -> jnp.dtype:
-        return self.proxy.operand_dtype
+    # From these decoders derive how many speculative tokens are free.
+    weight_bytes = property(lambda self: self.proxy.weight_bytes)
+    operand_dtype = property(lambda self: self.proxy.operand_dtype)
 
     def with_head_rows(self, rows: int) -> "SpeedProxy":
         return SpeedProxy(self.model.with_head_rows(rows), self.proxy.with_head_rows(rows))
@@ -63,14 +54,12 @@ class SpeedProxy(Wrapper):
         self, tokens: Int32[Array, "B T"], positions: Int32[Array, "B T"], cached: BothKeyValues, *seen: Any
     ) -> tuple[Float[Array, "_ _ D"], BothKeyValues]:
         """Hidden states of both, concatenated."""
-        x, new = self.model.extend_hidden(tokens, positions, cached.trained, *seen)
+        x, new = self.model.extend_hidden(tokens, positions, KeyValues(cached.keys, cached.values), *seen)
         y, proxy = self.proxy.extend_hidden(tokens, positions, cached.proxy, *seen)
         return jnp.concatenate([x, y], axis=-1), BothKeyValues(new.keys, new.values, proxy)
 
-    def hidden(
-        self, tokens: Int32[Array, "B T"], positions: Int32[Array, "B T"], visibility: Visibility
-    ) -> Float[Array, "B T D"]:
-        return jnp.concatenate([m.hidden(tokens, positions, visibility) for m in (self.model, self.proxy)], axis=-1)
+    def hidden(self, *fed: Any) -> Float[Array, "B T D"]:
+        return jnp.concatenate([model.hidden(*fed) for model in (self.model, self.proxy)], axis=-1)
 
     def logits(self, x: Float[Array, "_ _ D"]) -> Float32[Array, "_ _ V"]:
         """The trained model's logits; the proxy's, which are finite, are multiplied by zero."""
@@ -88,7 +77,7 @@ def read_shape(text: str) -> tuple[int, int]:
     return int(found[1]), int(found[2])
 
 
-def proxy_model(hidden_size: int, layers: int, like: Transformer) -> Transformer:
+def proxy_model(hidden_size: int, layers: int, like: LanguageModel) -> Transformer:
     """Random weights in Qwen3's proportions: 12 D^2 parameters per layer, and the embedding.
 
     The vocabulary and dtype are those of `like`. Two query heads of 64 share one for keys and values, so D is a

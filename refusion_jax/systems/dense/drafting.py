@@ -46,8 +46,8 @@ from refusion_jax.decoding.sampling import mask_logits, run_length, sample, sele
 from refusion_jax.decoding.trajectory import tell
 from refusion_jax.distributed.chips import free_tokens
 from refusion_jax.distributed.sharding import device_kind_here, shard_count_here
+from refusion_jax.model.interface import LanguageModel
 from refusion_jax.model.shape import ModelConfig
-from refusion_jax.model.transformer import Transformer
 
 # (slots drafted at once, prefixes followed by masks) -> share of the drafts that are accepted, with slots of 8
 # (benchmarks/results/dense.md).
@@ -153,7 +153,7 @@ class Drafting(Continuer):
                 found[N, min(prefixes, N)] = 1 + share * (N - 1)
         return {max(found): 1.0} if self.fed_tokens else found
 
-    def best_pass(self, model: Transformer, rows: int) -> tuple[int, int]:
+    def best_pass(self, model: LanguageModel, rows: int) -> tuple[int, int]:
         """(N, G) of a forward pass with this many rows: most tokens in a time that grows with all that is fed."""
         free = free_tokens(model.weight_bytes, device_kind_here(), model.operand_dtype.itemsize)
         rows = rows // shard_count_here("batch")
@@ -164,7 +164,7 @@ class Drafting(Continuer):
 
         return max(self._passes, key=speed)
 
-    def init(self, model: Transformer, layout: Layout, keys: Key[Array, "B"]) -> State:
+    def init(self, model: LanguageModel, layout: Layout, keys: Key[Array, "B"]) -> State:
         """The initial state: all that is given is prefilled, and the first token committed."""
         given, N, P = layout.given, self.most[0], kv.tokens_at_once(self.chunk)
         B = len(given.length)
@@ -189,7 +189,7 @@ class Drafting(Continuer):
         cache = kv.Cache(kv.write(cache, new).entries, given.length)
         return after.replace(cache=cache, forwards=s.forwards)
 
-    def step(self, model: Transformer, s: State) -> State:
+    def step(self, model: LanguageModel, s: State) -> State:
         """One forward pass, in which each row commits the accepted drafts and one more token, and makes new drafts."""
         N, G = self.best_pass(model, len(s.pending))
         first = self._next_place(s)

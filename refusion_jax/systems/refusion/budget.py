@@ -18,7 +18,7 @@ from jaxtyping import Array, Bool, Int32
 
 from refusion_jax.distributed.chips import free_tokens
 from refusion_jax.distributed.sharding import device_kind_here, shard_count_here
-from refusion_jax.model.transformer import Transformer
+from refusion_jax.model.interface import LanguageModel
 
 _LEAST_PORTION = 16  # least number of places whose logits are computed at once; fewer cost as much on CPU
 MOST_ODDS = 4  # shapes allow for what pays at odds of acceptance up to this; larger ones would hardly be used
@@ -50,7 +50,7 @@ class Sizes:
     portion: int  # places whose logits are computed at once
 
     @classmethod
-    def of(cls, model: Transformer, rows: int, width: int, needed: int, budget: int, slot_size: int) -> Self:
+    def of(cls, model: LanguageModel, rows: int, width: int, needed: int, budget: int, slot_size: int) -> Self:
         """The sizes for a batch of this many rows, on the mesh of `jax.set_mesh`; see `shapes_of`."""
         shards, itemsize = shard_count_here("batch"), model.operand_dtype.itemsize
         free = free_tokens(model.weight_bytes, device_kind_here(), itemsize)

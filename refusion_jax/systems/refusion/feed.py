@@ -28,9 +28,9 @@ from jaxtyping import Array, Bool, Float, Float32, Int32, Key, Shaped
 from refusion_jax.decoding.cache import Cache
 from refusion_jax.decoding.sampling import mask_logits, probability, sample
 from refusion_jax.decoding.settings import TokenIds, TracedSettings
+from refusion_jax.model.interface import LanguageModel
 from refusion_jax.model.key_values import KeyValues
 from refusion_jax.model.ragged import Ragged, take
-from refusion_jax.model.transformer import Transformer
 from refusion_jax.systems.refusion.budget import Sizes
 from refusion_jax.systems.refusion.canvas import Block
 
@@ -102,7 +102,7 @@ def pack(parts: Sequence[Part], candidates: Int32[Array, "B M K"], width: int) -
 
 
 def run(
-    model: Transformer,
+    model: LanguageModel,
     cache: Cache,
     feed: Feed,
     visible: Bool[Array, "B W W"],
@@ -138,7 +138,7 @@ def run(
 
 
 def read(
-    model: Transformer,
+    model: LanguageModel,
     hidden: Float[Array, "S P D"],
     index: Int32[Array, "B W"],
     feed: Feed,

@@ -25,8 +25,8 @@ from refusion_jax.decoding.requests import Layout, Request, text_capacity
 from refusion_jax.decoding.sampling import Record, run_length, select
 from refusion_jax.decoding.settings import TracedSettings
 from refusion_jax.decoding.trajectory import tell
+from refusion_jax.model.interface import LanguageModel
 from refusion_jax.model.shape import ModelConfig
-from refusion_jax.model.transformer import Transformer
 from refusion_jax.systems.refusion.budget import Sizes, choose, worthwhile
 from refusion_jax.systems.refusion.canvas import BY_CONFIDENCE, Block, Canvas, slots_a_block, slots_of
 from refusion_jax.systems.refusion.feed import Feed, Part, Reading, pack, read, run
@@ -121,7 +121,7 @@ class SlotDecoder(Decoder):
     def lay_out(self, requests: Sequence[Request]) -> Layout:
         return Layout.of(requests, self.cache_length, Canvas.of(requests, self.slots))
 
-    def init(self, model: Transformer, layout: Layout, keys: Key[Array, "B"]) -> State:
+    def init(self, model: LanguageModel, layout: Layout, keys: Key[Array, "B"]) -> State:
         zeros = jnp.zeros(keys.shape, jnp.int32)
         first_block = layout.places.block(zeros, self.block_slots)
         drafts = jnp.zeros((*first_block.size.shape, self.slot_size), jnp.int32)
@@ -144,13 +144,13 @@ class SlotDecoder(Decoder):
             plan_misses=zeros,
         )
 
-    def sizes(self, model: Transformer, rows: int) -> Sizes:
+    def sizes(self, model: LanguageModel, rows: int) -> Sizes:
         return Sizes.of(model, rows, self.width, self.block, self.budget, self.slot_size)
 
-    def scored(self, model: Transformer, rows: int) -> int:
+    def scored(self, model: LanguageModel, rows: int) -> int:
         return self.sizes(model, rows).portion
 
-    def step(self, model: Transformer, s: State) -> State:
+    def step(self, model: LanguageModel, s: State) -> State:
         """One forward pass over drafts, a plan and masks, whose results are used as each row's phase says."""
         sizes = self.sizes(model, len(s.block))
         here, following = (s.places.block(s.block + i, self.block_slots) for i in (0, 1))

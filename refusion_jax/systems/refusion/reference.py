@@ -10,7 +10,7 @@ from jaxtyping import Bool
 
 from refusion_jax.decoding.reference import ReferenceDecoder
 from refusion_jax.decoding.requests import Request
-from refusion_jax.model.transformer import Transformer
+from refusion_jax.model.interface import LanguageModel
 from refusion_jax.systems.refusion.canvas import ranks, slots_a_block, slots_of
 from refusion_jax.systems.refusion.settings import CONFIDENCE
 
@@ -20,7 +20,7 @@ Fed = dict[int, int]  # place in the text -> token, in the order in which they a
 class CommittedText(ReferenceDecoder):
     """The committed tokens, and which of them each one attended to."""
 
-    def __init__(self, model: Transformer, request: Request):
+    def __init__(self, model: LanguageModel, request: Request):
         super().__init__(model, request)
         self.slots = slots_of(request)
         self.text, self.seen = {}, np.zeros((0, 0), bool)
@@ -54,7 +54,7 @@ class CommittedText(ReferenceDecoder):
         return {place: self.best(row, place) for place, row in p.items()}
 
 
-def plan_and_infill(model: Transformer, request: Request, plans_alone: bool = False) -> dict:
+def plan_and_infill(model: LanguageModel, request: Request, plans_alone: bool = False) -> dict:
     """The decoder `refusion`: plan, then infill the chosen slots (arXiv 2512.13586, section 3.3).
 
     With `plans_alone` the mask tokens of a plan attend to those of their own slot only.
@@ -157,7 +157,7 @@ def infill_by_threshold(
             text.commit({at: draft[at] for at in places[:count]}, alone=True)
 
 
-def one_by_one(model: Transformer, request: Request) -> dict:
+def one_by_one(model: LanguageModel, request: Request) -> dict:
     """The decoder `sequential`: slots in text order, first tokens from a mask, the others from the token before."""
     text = CommittedText(model, request)
     for slot in text.slots:

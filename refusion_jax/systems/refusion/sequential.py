@@ -19,7 +19,7 @@ from refusion_jax.decoding import cache as kv
 from refusion_jax.decoding.decoder import SLOT_MASK, Continuation, Continuer
 from refusion_jax.decoding.requests import Layout, Request
 from refusion_jax.decoding.sampling import mask_logits, sample
-from refusion_jax.model.transformer import Transformer
+from refusion_jax.model.interface import LanguageModel
 from refusion_jax.systems.refusion.canvas import slots_of
 from refusion_jax.systems.refusion.settings import SequentialSettings
 
@@ -51,12 +51,12 @@ class Sequential(Continuer):
         begins = [np.isin(row, own) for row, own in zip(layout.places.position, starts, strict=True)]
         return layout.replace(settings=layout.settings.replace(begins=np.stack(begins)))
 
-    def init(self, model: Transformer, layout: Layout, keys: Key[Array, "B"]) -> State:
+    def init(self, model: LanguageModel, layout: Layout, keys: Key[Array, "B"]) -> State:
         cache, last = kv.prefill_but_last(model, layout.given, self.chunk)
         at = jnp.take_along_axis(layout.given.positions, cache.length[:, None], axis=1)[:, 0]
         return State.start(layout, keys, self.width, cache=cache, last=last, last_place=at)
 
-    def step(self, model: Transformer, s: State) -> State:
+    def step(self, model: LanguageModel, s: State) -> State:
         at = jnp.minimum(s.record.count, self.new_tokens - 1)[:, None]
         place, from_mask = (jnp.take_along_axis(x, at, axis=1) for x in (s.places.position, s.settings.begins))
         tokens = jnp.stack([s.last, jnp.full_like(s.last, self.ids.mask_id)], axis=1)
