@@ -200,7 +200,7 @@ def test_experts_in_int8_are_those_of_the_rounded_weights(shape):
     model = tiny_model(**shape)
     narrow = model.rounded("int8")
     state = nnx.to_pure_dict(nnx.state(narrow))
-    state = jax.tree.map(lambda w: int8.widened(w, jnp.float32), state, is_leaf=int8.is_int8)
+    state = jax.tree.map(lambda w: int8.widened(w, jnp.float32), state, is_leaf=int8.is_rounded)
     wide = nnx.merge(nnx.graphdef(model), state)
     logits = [logits_of(m, np.arange(24).reshape(2, 12)) for m in (narrow, wide, model)]
     np.testing.assert_allclose(*logits[:2], atol=1e-4)

@@ -14,14 +14,14 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32
 
 from refusion_jax.distributed import sharding
-from refusion_jax.model.int8 import Int8Array, factors, is_int8
+from refusion_jax.model.int8 import Int8Array, factors, is_rounded
 
 _FEWEST = 8  # tokens; on CPU the int8 product of one token is a loop, ten times slower than that of eight
 
 
 def rounded_head(head: Float[Array, "V D"] | Int8Array) -> Int8Array:
     """The head in int8, with a scale for every row; computed once for many forward passes."""
-    rounded = head if is_int8(head) else Int8Array.of(head, [1])
+    rounded = head if is_rounded(head) else Int8Array.of(head, [1])
     return jax.tree.map(lambda x: sharding.constrain(x, "vocab", None), rounded)
 
 

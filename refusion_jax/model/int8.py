@@ -75,22 +75,22 @@ def factors(x: "Array | Int8Array", dtype: jnp.dtype) -> tuple[Array, Float32[Ar
 
 
 def widened(x: "Array | Int8Array", dtype: jnp.dtype) -> Array:
-    """An int8 array converted to another dtype; other arrays unchanged."""
+    """A rounded array converted to another dtype; other arrays unchanged."""
     values, scale = factors(x, dtype)
     return values if scale is None else (values * scale).astype(dtype)
 
 
 def in_dtype(weights: Any, dtype: jnp.dtype) -> Any:
-    """A tree of weights in the dtype of computation, except those in int8."""
-    return jax.tree.map(lambda w: w if is_int8(w) else w.astype(dtype), weights, is_leaf=is_int8)
+    """A tree of weights in the dtype of computation, except rounded ones."""
+    return jax.tree.map(lambda w: w if is_rounded(w) else w.astype(dtype), weights, is_leaf=is_rounded)
 
 
 def stored_like(x: Float[Array, "B T K H"], cached: "Array | Int8Array") -> "Array | Int8Array":
     """Keys or values in the format of a cache: rounded if the cache is."""
-    return type(cached).of(x, [-1]) if is_int8(cached) else x
+    return type(cached).of(x, [-1]) if is_rounded(cached) else x
 
 
-def is_int8(x: Any) -> bool:
+def is_rounded(x: Any) -> bool:
     """Whether x is an array in int8 or int4; for `is_leaf`."""
     return isinstance(x, Int8Array)
 

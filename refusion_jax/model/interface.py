@@ -13,7 +13,7 @@ from jaxtyping import Array, Bool, Float, Float32, Int32
 
 from refusion_jax.batch.visibility import Visibility
 from refusion_jax.model.approximate_head import rounded_head, shortlisted_logits
-from refusion_jax.model.int8 import Int4Array, Int8Array, is_int8
+from refusion_jax.model.int8 import Int4Array, Int8Array, is_rounded
 from refusion_jax.model.key_values import KeyValues
 from refusion_jax.model.ragged import Ragged
 from refusion_jax.model.shape import ModelConfig
@@ -99,7 +99,7 @@ class LanguageModel(nnx.Module):
 
 def rounded_weight(p: nnx.Variable, weights: str) -> nnx.Variable:
     """A weight, rounded as `LanguageModel.rounded` describes."""
-    if weights == "same" or not p.summed or is_int8(p.get_value()):
+    if weights == "same" or not p.summed or is_rounded(p.get_value()):
         return p
     in_int4 = weights == "int4" and p.logical_axes[0] == "layers" and "experts" not in p.logical_axes
     kind = Int4Array if in_int4 else Int8Array

@@ -13,7 +13,7 @@ from jaxtyping import Array, Bool, Float, Int32
 
 from refusion_jax.distributed import sharding
 from refusion_jax.model.attention import cached_attention
-from refusion_jax.model.int8 import Int4Array, Int8Array, is_int8, stored_like
+from refusion_jax.model.int8 import Int4Array, Int8Array, is_rounded, stored_like
 from refusion_jax.model.ragged import Ragged
 from refusion_jax.model.shape import ModelConfig
 
@@ -70,7 +70,7 @@ def attend_over(
 
 def is_for_kernel(cached: Array, tokens: int) -> bool:
     """Whether to use cache_kernel.py, given this device, cached keys [L, B, K, S, H], and new tokens per row."""
-    if not sharding.device_kind_here().startswith("TPU") or is_int8(cached):
+    if not sharding.device_kind_here().startswith("TPU") or is_rounded(cached):
         return False
     rows = cached.shape[1] // sharding.shard_count_here("batch")
     return rows > _ROWS_OF_XLA and cached.shape[3] > 0 and tokens <= _MOST_NEW

@@ -13,7 +13,7 @@ from jax.experimental.layout import Layout, with_layout_constraint
 from jaxtyping import Array, Float, Float32, Int32
 
 from refusion_jax.distributed.sharding import constrain, device_kind_here, shard_count_here
-from refusion_jax.model.int8 import Int8Array, factors, is_int8
+from refusion_jax.model.int8 import Int8Array, factors, is_rounded
 
 
 def weight(
@@ -94,7 +94,7 @@ def scattered_along_embed(w: Float[Array, "N H D"] | Int8Array) -> Float[Array, 
     XLA for TPUs scatters along the first axis only; for the last of three axes it would all-reduce the whole gradient.
     Rounded weights have no gradient and are left unchanged.
     """
-    return w if is_int8(w) else constrain(w.transpose(2, 0, 1), "embed", "heads", "head_dim").transpose(1, 2, 0)
+    return w if is_rounded(w) else constrain(w.transpose(2, 0, 1), "embed", "heads", "head_dim").transpose(1, 2, 0)
 
 
 Rotation = tuple[Float32[Array, "B T 1 half"], Float32[Array, "B T 1 half"]]  # cosines and sines of R / 2 angles

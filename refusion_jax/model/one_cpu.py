@@ -12,7 +12,7 @@ import weakref
 import jax
 from flax import nnx
 
-from refusion_jax.model.int8 import Int4Array, Int8Array, is_int8
+from refusion_jax.model.int8 import Int4Array, Int8Array, is_rounded
 from refusion_jax.model.interface import LanguageModel
 from refusion_jax.model.stack import Layers
 
@@ -32,7 +32,7 @@ def for_one_cpu(model: LanguageModel, rounded: str = "same") -> LanguageModel:
     if len(devices) > 1 or next(iter(devices)).platform != "cpu":
         return model
     of_layers = [module for _, module in nnx.iter_modules(model) if isinstance(module, Layers)]
-    kinds = {type(x) for x in jax.tree.leaves(nnx.to_pure_dict(state), is_leaf=is_int8)}
+    kinds = {type(x) for x in jax.tree.leaves(nnx.to_pure_dict(state), is_leaf=is_rounded)}
     is_fitting = _LEAST <= sum(x.nbytes for x in weights) <= _MOST
     if not is_fitting or rounded == "int4" or Int4Array in kinds or any(x.outputs_first for x in of_layers):
         return model

@@ -26,7 +26,7 @@ from refusion_jax.model import packed_attention as packed
 from refusion_jax.model.cross_entropy import linear_cross_entropy
 from refusion_jax.model.experts import Load
 from refusion_jax.model.families import FAMILIES
-from refusion_jax.model.int8 import Int8Array, in_dtype, is_int8, widened
+from refusion_jax.model.int8 import Int8Array, in_dtype, is_rounded, widened
 from refusion_jax.model.interface import LanguageModel
 from refusion_jax.model.key_values import KeyValues, attend_over
 from refusion_jax.model.layers import linear_outputs_first, rope_rotation, weight
@@ -130,7 +130,7 @@ class Transformer(LanguageModel):
 
     @property
     def operand_dtype(self) -> jnp.dtype:
-        return jnp.dtype(jnp.int8) if is_int8(self._head.get_value()) else jnp.dtype(self.dtype)
+        return jnp.dtype(jnp.int8) if is_rounded(self._head.get_value()) else jnp.dtype(self.dtype)
 
     def logits(self, x: Float[Array, "B T D"]) -> Float32[Array, "B T V"]:
         logits = linear_outputs_first(x, self.output_head)
@@ -202,7 +202,7 @@ def abstract_transformer(
     graphdef, params = nnx.split(model)
 
     def place(x: Any, axes: Sequence[str | None], dtype: DTypeLike = dtype) -> Any:
-        if is_int8(x):
+        if is_rounded(x):
             of_scale = [axis if size > 1 else None for size, axis in zip(x.scale.shape, axes, strict=True)]
             return Int8Array(place(x.values, axes, jnp.int8), place(x.scale, of_scale, jnp.float32))
         for size, axis in zip(x.shape, axes, strict=True):
@@ -211,4 +211,4 @@ def abstract_transformer(
                 raise SettingError(flags, name, mesh.shape[name], f"does not divide the model's {size} {axis}")
         return jax.ShapeDtypeStruct(x.shape, dtype, sharding=sharding(mesh, *axes))
 
-    return graphdef, jax.tree.map(place, nnx.to_pure_dict(params), logical_axes(model), is_leaf=is_int8)
+    return graphdef, jax.tree.map(place, nnx.to_pure_dict(params), logical_axes(model), is_leaf=is_rounded)
