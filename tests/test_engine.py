@@ -53,6 +53,7 @@ def test_pieces_add_up_to_the_answer_and_are_never_taken_back(text, cuts, limit,
             break
     whole = Bytes().decode(tokens[:limit])
     assert said == Stops(tuple(stops)).cut(whole)[0]
+    assert Bytes().decode(piece.tokens).startswith(said)  # also where a character of several tokens is the last
     assert reason == ("stop" if any(stop in whole for stop in stops) else "length")
 
 

@@ -102,8 +102,8 @@ def to_record(id: object, answer: Answer, tokenizer: Tokenizer | None, stops: St
 
 
 def tokens_of(text: str, tokens: list[int], decode: Decode) -> list[int]:
-    """The shortest prefix of the tokens whose text covers this prefix of their text."""
-    count = bisect.bisect_left(range(len(tokens)), len(text), key=lambda n: len(decode(tokens[:n])))
+    """The shortest prefix of the tokens whose text begins with this prefix of their text."""
+    count = bisect.bisect_left(range(len(tokens)), True, key=lambda n: decode(tokens[:n]).startswith(text))
     return tokens[:count]
 
 
