@@ -9,6 +9,7 @@ from etils import epath
 from refusion_jax.checkpoints.load import SIZES, read_model_config
 from refusion_jax.cli.errors import UserError, naming
 from refusion_jax.config import check_steps, default_config
+from refusion_jax.config.keys import keys
 from refusion_jax.config.run_config import read_config
 from refusion_jax.data.interface import Tokenizer
 from refusion_jax.model.shape import ModelConfig
@@ -19,11 +20,12 @@ def adopt_shape(config: ml_collections.ConfigDict, workdir: epath.Path) -> None:
     """Sets the keys of config.model that have their default values to those of the model that a run starts from.
 
     Without init_from the shape stays as it is. If the run has already begun in `workdir`, its own config counts, since
-    its source may be gone, and so do its steps computed from epochs. A config with another shape is refused.
+    its source may be gone, and so do its steps computed from epochs; from other epochs they follow only once the rows
+    are known. A config with another shape is refused.
     """
     began = read_config(workdir) if (workdir / "config.json").exists() else None
-    if began and config.epochs and config.epochs == began.epochs:
-        config.steps = began.steps
+    if config.epochs:
+        config.steps = began.steps if began and config.epochs == began.epochs else keys()["steps"].at_most
     if not config.init_from:
         return
     source = epath.Path(config.init_from)
