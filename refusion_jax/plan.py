@@ -28,7 +28,7 @@ from refusion_jax.cli.errors import UserError
 from refusion_jax.cli.progress import waiting
 from refusion_jax.config import check, help_texts
 from refusion_jax.config.keys import keys
-from refusion_jax.config.model import model_config
+from refusion_jax.config.model import adopt_shape, model_config
 from refusion_jax.distributed.chips import find_chip
 from refusion_jax.distributed.topology import topology_of
 from refusion_jax.distributed.xla_options import version_mismatch
@@ -97,6 +97,7 @@ def main() -> None:
             raise UserError(f"--rows_per_chip={_ROWS.value:g}: not a whole number of rows on {chips:g} chips")
         config.batch_size = int(_ROWS.value * chips)
     check(config)
+    adopt_shape(config)
     for name in systems().keys() - found_everywhere().keys():
         if systems()[name].section in config or name == config.objective:
             raise UserError(f"system {name!r}: --config registers it, and the compiler's process does not know it")
@@ -120,6 +121,7 @@ def plan_split() -> None:
         raise UserError("--config=configs/NAME.py: needed with --what=split")
     config = _CONFIG.value
     check(config)
+    adopt_shape(config)
     method = command.given().get("method") or default_decoder(config.objective)
     itemsize = 2 if config.dtype == "bfloat16" else 4
     found = split_report.choose_split(model_config(config), itemsize, method, flags.FLAGS)

@@ -12,7 +12,7 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
-from conftest import PROMPTS, run, settings, sharp_model, start
+from conftest import PROMPTS, run, settings, sharp_model, start, tiny_model
 from etils import epath
 from flax import nnx
 from helpers import flags_of, wait_until
@@ -226,7 +226,7 @@ def test_what_is_measured_decides_where_to_cut(served, model, key, capsys):
         chosen(1e-6)
 
 
-def test_plan_says_where_to_cut():
+def test_plan_says_where_to_cut(tmp_path):
     flags = ["--what=split", "--config=configs/quickstart.py", "--device_flops=2", "--server=10", "--bandwidth=10"]
     out, _ = run("plan", *flags, "--rtt=100", "--device_memory=0.001", "--latency=9", "--max_new_tokens=32", "--json")
     *fitting, chosen = map(json.loads, out.splitlines())
@@ -234,6 +234,12 @@ def test_plan_says_where_to_cut():
     assert chosen["tokens_per_second"]["refusion"] > 2.5 * chosen["tokens_per_second"]["ar"]
     assert "--device_memory: needed" in run("plan", *flags, "--rtt=100", code=2)[1]
     assert "nothing keeps" in run("plan", *flags, "--rtt=1", "--device_memory=1e-5", code=2)[1]
+    (tmp_path / "plain.py").write_text("from refusion_jax.config import default_config as get_config\n")
+    huggingface.save(tiny_model(num_hidden_layers=3), tmp_path)
+    flags[1:2] = [f"--config={tmp_path}/plain.py", "--rtt=1", "--device_memory=1", "--json"]
+    out, _ = run("plan", *flags, f"--config.init_from={tmp_path}")
+    assert {json.loads(line)["layers"] for line in out.splitlines()} == {1, 2}  # of the model that is adapted
+    assert "init_from=/no is not a directory" in run("plan", *flags, "--config.init_from=/no", code=2)[1]
 
 
 @pytest.mark.parametrize("D", [16, 128, 300])

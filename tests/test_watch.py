@@ -356,7 +356,7 @@ def test_a_page_tells_what_is_in_prepared_data_and_what_training_on_it_takes(tmp
     output, page = tmp_path / "out", tmp_path / "data.html"
     flags = [f"--input={tmp_path}/a.jsonl", f"--tokenizer={trained_run}/tokenizer.model", "--row_length=64", "--dedup"]
     run("prepare", *flags, f"--output={output}", "--on_error=skip", "--workers=1")
-    run("inspect_data", f"--data={output}", f"--html={page}", "--config=configs/refusion_8b.py")
+    run("inspect_data", f"--data={output}", f"--html={page}", "--config=configs/refusion_8b.py", "--config.epochs=3")
     text = page.read_text()
     assert text.encode().startswith(data_page.BEGINNING)
     assert HOSTILE not in text
@@ -364,5 +364,5 @@ def test_a_page_tells_what_is_in_prepared_data_and_what_training_on_it_takes(tmp
     told = {("documents", "3"), ("tokens", f"{PreparedRows(str(output)).manifest.tokens:,}"), ("duplicate", "1")}
     told |= {("not JSON", "1"), ("parameters", "8,190,427,136")}
     assert told <= set(itertools.pairwise(cells))
-    assert "chip-hours of an epoch on v5p" in cells
+    assert {"chip-hours of an epoch on v5p", "epochs in 1 steps"} <= {*cells}  # of 3 epochs, not of the config's steps
     run("inspect_data", f"--data={output}", "--row=0", f"--html={page}", code=2)  # no page of a row stands there

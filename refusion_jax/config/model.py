@@ -16,20 +16,23 @@ from refusion_jax.model.shape import ModelConfig
 from refusion_jax.systems.registry import find_system
 
 
-def adopt_shape(config: ml_collections.ConfigDict, workdir: epath.Path) -> None:
+def adopt_shape(config: ml_collections.ConfigDict, workdir: epath.Path | None = None) -> None:
     """Sets the keys of config.model that have their default values to those of the model that a run starts from.
 
     Without init_from the shape stays as it is. If the run has already begun in `workdir`, its own config counts, since
     its source may be gone, and so do its steps computed from epochs; from other epochs they follow only once the rows
-    are known. A config with another shape is refused.
+    are known. A config with another shape is refused. For planning, without `workdir`, the source of a config that has
+    a shape of its own need not be there.
     """
-    began = read_config(workdir) if (workdir / "config.json").exists() else None
+    began = read_config(workdir) if workdir and (workdir / "config.json").exists() else None
     if config.epochs:
         config.steps = began.steps if began and config.epochs == began.epochs else keys()["steps"].at_most
     if not config.init_from:
         return
     source = epath.Path(config.init_from)
     if not began and not source.is_dir():
+        if not workdir and dict(config.model) != dict(default_config().model):
+            return
         raise UserError(f"--config.init_from={source} is not a directory")
     with naming("--config.init_from"):
         there = began.model if began else dataclasses.asdict(read_model_config(source))

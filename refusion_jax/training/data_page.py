@@ -8,7 +8,7 @@ import numpy as np
 from etils import epath
 
 from refusion_jax.config import make_objective
-from refusion_jax.config.model import model_config
+from refusion_jax.config.model import adopt_shape, adopt_steps, model_config
 from refusion_jax.data.interface import Tokenizer
 from refusion_jax.data.prepared import PreparedRows
 from refusion_jax.distributed.chips import CHIPS
@@ -81,6 +81,8 @@ def _samples(data: PreparedRows, tokenizer: Tokenizer) -> Iterator[str]:
 
 
 def _estimate(data: PreparedRows, tokenizer: Tokenizer, config: ml_collections.ConfigDict) -> _Table:
+    adopt_shape(config)
+    adopt_steps(config, len(data))
     model, row_length = model_config(config, tokenizer), data.row_length
     flops = train_flops_per_row(make_objective(config, tokenizer.mask_id), model, row_length)
     epoch = flops * len(data)
