@@ -169,6 +169,8 @@ def test_a_comma_belongs_to_a_number_but_not_to_a_pair():
         (r"\fbox{3}", "3"),
         (r"\boxed {3}", "3"),
         (r"\boxed 5", "5"),
+        (r"\boxed{-.5}", "-0.5"),
+        (r"\boxed{\$.50}", "0.50"),
         (r"\boxed{\left\{ 1, 2 \right.}", r"\{1,2."),
         (r"\boxed{\frac{\sqrt{3}}2 + \frac{1}{2}}", r"\frac{\sqrt{3}}{2}+\frac{1}{2}"),
     ],

@@ -68,7 +68,7 @@ def _plain(answer: str) -> str:
         answer = re.sub(r"(?<=\d),(?=\d{3}(?!\d))", "", answer)
     answer = re.sub(r"\\frac([0-9A-Za-z])", r"\\frac{\1}", answer)  # \frac43 is \frac{4}{3}
     answer = re.sub(r"(\\frac\{(?:[^{}]|\{[^{}]*\})*\})([0-9A-Za-z])", r"\1{\2}", answer)
-    return answer.strip("*.")
+    return re.sub(r"(?<!\d)\.(?=\d)", "0.", answer.lstrip("*").rstrip("*."))  # .5 is 0.5
 
 
 def shuffle_options(docs: datasets.Dataset) -> datasets.Dataset:
