@@ -196,9 +196,10 @@ def drawn_matrix(text: str, columns: int) -> list[list[bool]]:
 
 
 def check_page(text: str, directory: Path) -> None:
-    """A page loads nothing and makes no markup of text, and its script is one, as far as node is here to say so."""
+    """A page loads nothing, makes no markup of text, takes keys, and its script is one, if node is here to say so."""
     for loads in ("http:", "https:", '"//', "src=", "href=", "url(", "@import", "innerHTML", "outerHTML", ".write("):
         assert loads not in text.replace('href="data:,"', ""), loads
+    assert not re.search(r"onkey\w+ = [^\n]*=> [^{\n]", text), "an expression may be false, which cancels the key"
     if not shutil.which("node"):
         pytest.skip("needs node to check the script")
     (directory / "page.js").write_text(re.search("<script>(.*)</script>", text, re.DOTALL)[1])
