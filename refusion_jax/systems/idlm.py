@@ -171,9 +171,9 @@ class DraftAndCheck(Continuer):
         at = jnp.take_along_axis(places, from_mask, axis=1)
         drafts = sampling.draw(q, s.keys, at, s.settings)
         of_masks = jnp.take_along_axis(choosable, from_mask[:, :, None], axis=1)
-        is_kept = (accepted == s.drafted)[:, None] & (at >= 0)
-        tell(drafts, at, is_kept, sampling.probability(of_masks, drafts))
-        drafted = jnp.where(accepted == s.drafted, N - 1, 0)
+        is_kept = accepted == s.drafted
+        tell(drafts, at, jnp.broadcast_to(is_kept[:, None], at.shape), sampling.probability(of_masks, drafts))
+        drafted = jnp.where(is_kept, N - 1, 0)
         return s.renewed(after, pending=tokens[:, -1], drafts=drafts, q=q, drafted=drafted)
 
 

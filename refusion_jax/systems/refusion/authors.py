@@ -103,6 +103,6 @@ def check_drafts(
 
     is_finished = jnp.all((runs == here.size) | ~chosen, axis=1)
     is_fed = chosen[:, :, None] & (offset < here.size[:, :, None])
-    eos = run_length(~(is_eos & is_fed).reshape(B, M * K))[:, None, None]
+    eos = run_length(~is_eos.reshape(B, M * K))[:, None, None]  # the first one, in a slot that is still chosen
     is_covered = jnp.arange(M * K).reshape(1, M, K) <= eos
     return chosen, runs, is_finished[:, None, None] & is_fed & is_covered

@@ -40,7 +40,7 @@ def slot_scoring(text: ScoredText) -> ScoredTokens:
     index = np.arange(R)
     written = np.argsort(place[index // slot_size], kind="stable")  # [R] the continuation in the order of writing
     slot_of = written // slot_size
-    has_next = np.append(slot_of[1:] == slot_of[:-1], np.zeros(min(R, 1), bool))
+    has_next = np.append(slot_of[1:] == slot_of[:-1], False)
     at = np.argsort(written)[first]  # [N] number of tokens of the continuation before each slot in the order
     clean = np.arange(P + R)
     return ScoredTokens(
