@@ -26,7 +26,8 @@ if sys.argv[:1] == ["-m"] and any("refusion_jax." in word for word in sys.orig_a
 
 # Imported when first used: a process that only prepares data needs neither JAX nor its 200 MB.
 with epy.lazy_api_imports(globals()):
-    from refusion_jax.checkpoints.load import load_model, load_tokenizer
+    from refusion_jax.checkpoints.contents import load_tokenizer
+    from refusion_jax.checkpoints.load import load_model
     from refusion_jax.cli.errors import UserError
     from refusion_jax.decoding.requests import Request
     from refusion_jax.evaluation.likelihood import log_likelihood

@@ -17,16 +17,8 @@ import jax
 from absl import flags
 from etils import epath
 
-from refusion_jax.checkpoints.load import (
-    find_objective,
-    find_tokenizer,
-    load_model,
-    newest_step,
-    read_dtype,
-    read_model_config,
-    read_trained,
-    tokenizer_place,
-)
+from refusion_jax.checkpoints import contents
+from refusion_jax.checkpoints.load import load_model, read_trained
 from refusion_jax.checkpoints.run_directory import write_model_config
 from refusion_jax.checkpoints.weights import save_params
 from refusion_jax.cli import command, flag_values
@@ -68,14 +60,14 @@ def mesh_over_all(hidden_size: int) -> jax.sharding.Mesh:
 
 def to_orbax(source: epath.Path, target: epath.Path, dtype: str, mask_token_id: int | None) -> None:
     """Reads a Hugging Face directory, spread over all devices here, and writes checkpoints/0/ and model.json."""
-    tokenizer = find_tokenizer(source, mask_token_id)
+    tokenizer = contents.find_tokenizer(source, mask_token_id)
     config = huggingface_config.read_model_config(source, tokenizer, mask_token_id, releases())
     if config.mask_token_id < 0:
         raise UserError(f"{source}/config.json has no mask_token_id; name one with --mask_token_id")
     _, params = abstract_transformer(config, dtype, mesh_over_all(config.hidden_size))
     params = huggingface.load_params(source, params, releases(), functools.partial(track, what="reading"))
     save_params(target, params)
-    write_model_config(target, config, find_objective(source))
+    write_model_config(target, config, contents.find_objective(source))
 
 
 def to_huggingface(source: epath.Path, target: epath.Path, dtype: str) -> None:
@@ -83,7 +75,7 @@ def to_huggingface(source: epath.Path, target: epath.Path, dtype: str) -> None:
 
     If the system has such a decoder, it includes custom_generate/, with which transformers decodes as the system does.
     """
-    mesh, objective = mesh_over_all(read_model_config(source).hidden_size), find_objective(source)
+    mesh, objective = mesh_over_all(contents.read_model_config(source).hidden_size), contents.find_objective(source)
     if objective in systems() and (code := systems()[objective].custom_generate):
         for file in (code / "generate.py", SHARED_CODE):
             write_file(target / "custom_generate" / file.name, read_file(file))
@@ -103,10 +95,10 @@ def main() -> None:
         raise UserError(f"--from={source} is not a directory")
     if _FORMAT.value == "orbax" and not huggingface_config.is_huggingface(source):
         raise UserError(f"--from={source} holds no model of Hugging Face; --format=huggingface merges adapters")
-    source = newest_step(source)
-    directory = tokenizer_place(source)
+    source = contents.newest_step(source)
+    directory = contents.tokenizer_place(source)
     carried = {name: read_file(directory / name) for name in _TOKENIZER_FILES if (directory / name).exists()}
-    dtype = _DTYPE.value or read_dtype(source)
+    dtype = _DTYPE.value or contents.read_dtype(source)
     partial = target  # in an object store the file written last, config.json or model.json, marks a whole directory
     made = []
     if not is_remote(target):
@@ -131,7 +123,7 @@ def main() -> None:
                 why = "not a directory in the form of transformers, which `peft` needs: use huggingface"
                 raise UserError(f"--format=peft: what the run adapts, {base}, is {why}")
             # PEFT takes other names for names on the Hub.
-            peft.write(partial, lora, trained, absolute(base), find_objective(source))
+            peft.write(partial, lora, trained, absolute(base), contents.find_objective(source))
         else:
             to_huggingface(source, partial, dtype)
         if partial != target:

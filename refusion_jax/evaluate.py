@@ -38,16 +38,9 @@ import jax
 from absl import flags
 from etils import epath
 
+from refusion_jax.checkpoints.contents import choose_method, is_foreign, load_tokenizer, newest_step, weights_stamp
 from refusion_jax.checkpoints.directory import find_step
-from refusion_jax.checkpoints.load import (
-    choose_method,
-    is_foreign,
-    load_for,
-    load_model,
-    load_tokenizer,
-    newest_step,
-    weights_stamp,
-)
+from refusion_jax.checkpoints.load import load_for, load_model
 from refusion_jax.cli import command, flag_values
 from refusion_jax.cli.errors import UserError, needs
 from refusion_jax.cli.progress import waiting

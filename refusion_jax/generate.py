@@ -45,16 +45,9 @@ import jax
 from absl import flags
 from etils import epath
 
+from refusion_jax.checkpoints import contents
 from refusion_jax.checkpoints.directory import find_step
-from refusion_jax.checkpoints.load import (
-    choose_method,
-    chosen_settings,
-    describe_call,
-    find_tokenizer,
-    is_foreign,
-    load_for,
-    read_model_config,
-)
+from refusion_jax.checkpoints.load import load_for
 from refusion_jax.cli import command, flag_values
 from refusion_jax.cli.errors import UserError, naming
 from refusion_jax.cli.paths import is_remote
@@ -100,7 +93,7 @@ def useless_flags() -> list[str]:
     """Flags of settings that the chosen decoder does not have; the help of the others becomes that decoder's."""
     method = command.given().get("method")
     if _CHECKPOINT.value:
-        method = choose_method(epath.Path(_CHECKPOINT.value), method)
+        method = contents.choose_method(epath.Path(_CHECKPOINT.value), method)
     own = declared(find_decoder(method or default_decoder(default_system().name)).settings)
     for name in own:
         flags.FLAGS[f"decode.{name}"].help = command.help_text(own[name])
@@ -112,7 +105,7 @@ def check_place(checkpoint: epath.Path, flag: str, output: epath.Path, beginning
     flag_values.check_apart(output, [_INPUT.value] if _INPUT.value else [], flag)
     flag_values.check_file(flag, output, beginning, kind)
     if not is_remote(output) and not is_remote(checkpoint):
-        root = checkpoint if is_foreign(checkpoint) else find_step(checkpoint)[0]
+        root = checkpoint if contents.is_foreign(checkpoint) else find_step(checkpoint)[0]
         if Path(os.path.realpath(root / "checkpoints")) in Path(os.path.realpath(output)).parents:
             raise UserError(f"--{flag}={output}: lies among the weights of the model; name another place")
 
@@ -131,9 +124,9 @@ class Asked:
     @classmethod
     def read(cls, checkpoint: epath.Path, settings: Settings) -> "Asked":
         """Reads the prompts of --prompt or --input for a model; UserError if the decoder cannot serve them."""
-        tokenizer = find_tokenizer(checkpoint)
+        tokenizer = contents.find_tokenizer(checkpoint)
         ids, requests = asked_prompts(_PROMPT.value, _INPUT.value, tokenizer, settings)
-        config = read_model_config(checkpoint)
+        config = contents.read_model_config(checkpoint)
         requests = prepare(requests, settings, config)
         return cls(checkpoint, tokenizer, settings, ids, requests, decoder_for(requests, config))
 
@@ -151,7 +144,7 @@ def other(compare: str, checkpoint: epath.Path, given: dict[str, object]) -> Ask
     if not method and not checkpoint.exists():
         raise UserError(f"--compare={compare}: is neither a directory nor a decoder; known: {', '.join(decoders())}")
     with naming(f"--compare={compare}"):
-        return Asked.read(checkpoint, DecodeSettings(**given | {"method": choose_method(checkpoint, method)}))
+        return Asked.read(checkpoint, DecodeSettings(**given | {"method": contents.choose_method(checkpoint, method)}))
 
 
 def part_of(text: str, output: epath.Path | None) -> tuple[int, int]:
@@ -235,7 +228,7 @@ def main() -> None:
     part = part_of(_PART.value, output) if _PART.value is not None else None
     stops = Stops(tuple(_STOP.value))
     given = command.given()
-    settings = chosen_settings(checkpoint, given)
+    settings = contents.chosen_settings(checkpoint, given)
     split = {"data": _DATA.value, "tensor": _TENSOR.value}
     mesh = make_mesh(split, jax.devices()[: math.prod(split.values())])
     asked = Asked.read(checkpoint, settings)
@@ -245,7 +238,7 @@ def main() -> None:
 
     # 2. Decode what is not answered yet; for a page, everything.
     ids, requests = asked.ids, asked.requests
-    call = describe_call(_CHECKPOINT.value, ids, requests, _STOP.value, _DTYPE.value)
+    call = contents.describe_call(_CHECKPOINT.value, ids, requests, _STOP.value, _DTYPE.value)
     with open_output(output, show, len(ids), call, part) as answers:
         recording = Decodings(asked.name, asked.tokenizer) if watch else None
         if todo := range(len(ids)) if watch else answers.left:

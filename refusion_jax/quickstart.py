@@ -20,7 +20,8 @@ from flax import nnx
 from rich.console import Console
 from rich.table import Table
 
-from refusion_jax.checkpoints.load import choose_method, load_for, load_tokenizer
+from refusion_jax.checkpoints.contents import choose_method, load_tokenizer
+from refusion_jax.checkpoints.load import load_for
 from refusion_jax.cli import command, flag_values
 from refusion_jax.cli.errors import UserError
 from refusion_jax.config.run_config import read_config

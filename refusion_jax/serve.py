@@ -28,7 +28,8 @@ from absl import flags
 from etils import epath
 
 import refusion_jax
-from refusion_jax.checkpoints.load import chosen_settings, load_for, load_tokenizer, read_model_config
+from refusion_jax.checkpoints.contents import chosen_settings, load_tokenizer, read_model_config
+from refusion_jax.checkpoints.load import load_for
 from refusion_jax.cli import command
 from refusion_jax.cli.errors import Failure, UserError, first_line, needs
 from refusion_jax.cli.progress import waiting

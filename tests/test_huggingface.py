@@ -16,7 +16,8 @@ from helpers import python
 from safetensors.numpy import load_file, save_file
 
 from refusion_jax import DecodeSettings, UserError, decode, load_model, load_tokenizer
-from refusion_jax.checkpoints.load import check_fits, choose_method, read_model_config
+from refusion_jax.checkpoints.contents import choose_method, read_model_config
+from refusion_jax.config.model import check_fits
 from refusion_jax.data.tokenizer import SentencePieceTokenizer
 from refusion_jax.distributed import sharding
 from refusion_jax.model import huggingface

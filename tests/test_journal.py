@@ -13,7 +13,7 @@ from helpers import SHIPPED
 from lm_eval.api.instance import Instance
 
 from refusion_jax import UserError
-from refusion_jax.checkpoints.load import describe_call, read_model_config, weights_stamp
+from refusion_jax.checkpoints.contents import describe_call, read_model_config, weights_stamp
 from refusion_jax.cli.errors import Failure
 from refusion_jax.decoding.journal import Journal
 from refusion_jax.decoding.output import open_output

@@ -18,7 +18,7 @@ from test_huggingface import LLAMA3, assert_same_tensors, change_config, saved, 
 
 from refusion_jax import UserError, decode, load_model
 from refusion_jax.batch.visibility import BIDIRECTIONAL, Visibility
-from refusion_jax.checkpoints.load import choose_method, find_objective, read_model_config
+from refusion_jax.checkpoints.contents import choose_method, find_objective, read_model_config
 from refusion_jax.data.fast_tokenizer import load_tokenizer_file
 from refusion_jax.data.tokenizer import SentencePieceTokenizer
 from refusion_jax.model import huggingface, huggingface_config

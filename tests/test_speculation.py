@@ -31,9 +31,11 @@ from helpers import config_of_mine, drawn_matrix, packed, tiny_qwen3
 
 from refusion_jax import UserError, decode, load_model
 from refusion_jax.batch.rows import Rows
-from refusion_jax.checkpoints.load import check_fits, choose_method, find_tokenizer, load_for
+from refusion_jax.checkpoints.contents import choose_method, find_tokenizer
+from refusion_jax.checkpoints.load import load_for
 from refusion_jax.checkpoints.run_directory import write_model_config
 from refusion_jax.checkpoints.weights import save_params
+from refusion_jax.config.model import check_fits
 from refusion_jax.decoding.auxiliary import with_auxiliaries
 from refusion_jax.decoding.cache import visible_to_masks
 from refusion_jax.decoding.memory import bytes_needed

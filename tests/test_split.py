@@ -19,7 +19,8 @@ from helpers import flags_of, wait_until
 from test_split_server import key, link_to, model, served, stamp_of  # noqa: F401  some are fixtures
 
 from refusion_jax import decode
-from refusion_jax.checkpoints.load import open_weights, read_model_config, reader_of
+from refusion_jax.checkpoints.contents import read_model_config
+from refusion_jax.checkpoints.load import open_weights, reader_of
 from refusion_jax.checkpoints.run_directory import write_model_config
 from refusion_jax.checkpoints.weights import save_params
 from refusion_jax.cli.errors import Failure, UserError

@@ -30,7 +30,8 @@ from flax import nnx
 from rich.console import Console
 from rich.table import Table
 
-from refusion_jax.checkpoints.load import choose_method, find_tokenizer, load_model
+from refusion_jax.checkpoints.contents import choose_method, find_tokenizer
+from refusion_jax.checkpoints.load import load_model
 from refusion_jax.cli import command, flag_values
 from refusion_jax.cli.errors import UserError, naming
 from refusion_jax.cli.progress import track

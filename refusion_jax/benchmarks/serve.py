@@ -35,7 +35,8 @@ from rich.table import Table
 from refusion_jax.benchmarks._clients import Seen, arrivals, ask_all, serving
 from refusion_jax.benchmarks._soak import soak
 from refusion_jax.benchmarks.decode import SIZES, random_model, read_setup, timed
-from refusion_jax.checkpoints.load import load_model, load_tokenizer
+from refusion_jax.checkpoints.contents import load_tokenizer
+from refusion_jax.checkpoints.load import load_model
 from refusion_jax.cli import flag_values
 from refusion_jax.cli.errors import needs
 from refusion_jax.data import tasks

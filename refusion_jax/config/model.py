@@ -1,19 +1,28 @@
-"""The model that a config describes."""
+"""The model that a config describes, and the one that it starts from."""
 
 import dataclasses
 import math
+from collections.abc import Sequence
 
 import ml_collections
 from etils import epath
 
-from refusion_jax.checkpoints.load import SIZES, read_model_config
+from refusion_jax.checkpoints.contents import find_tokenizer, model_place, read_model_config
 from refusion_jax.cli.errors import UserError, naming
 from refusion_jax.config import check_steps, default_config
 from refusion_jax.config.keys import keys
 from refusion_jax.config.run_config import read_config
+from refusion_jax.data.fast_tokenizer import first_difference
 from refusion_jax.data.interface import Tokenizer
-from refusion_jax.model.shape import ModelConfig
+from refusion_jax.model.huggingface_config import is_huggingface
+from refusion_jax.model.shape import OPTIONAL, ModelConfig
 from refusion_jax.systems.registry import find_system
+
+# Keys of config.model for its size; `vocab_size` may exceed that of the weights to start from.
+SIZES = (
+    *("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim"),
+    "intermediate_size",
+)
 
 
 def adopt_shape(config: ml_collections.ConfigDict, workdir: epath.Path | None = None) -> None:
@@ -86,3 +95,33 @@ def model_config(
         shifted=system.objective.shifted,
         block_size=config[system.section][system.block_key] if system.block_key else 0,
     )
+
+
+def check_fits(
+    path: epath.Path, config: ModelConfig, tokenizer: Tokenizer, flag: str = "init_from", alike: Sequence[str] = ()
+) -> None:
+    """Refuses weights of a model of another shape, or whose token ids have other meanings.
+
+    `config` is that of the model to be initialized, `tokenizer` that of the data, `flag` the key that names the path.
+    Compares the keys in `alike`, by default all keys on which weights depend.
+    """
+    there, own = read_model_config(path), find_tokenizer(path)
+    if own and (token := first_difference(own, tokenizer)) is not None:
+        raise UserError(
+            f"--config.{flag}={path}: its tokenizer is another one than that of the data (token {token} is "
+            f"{own.decode([token])!r} there, {tokenizer.decode([token])!r} here); name it with "
+            f"--config.data.tokenizer, and prepare data with it"
+        )
+    positions = "rope_theta rope_scaling local_rope"
+    others = [key for key in OPTIONAL if key != "router_aux_loss_coef"]
+    for key in alike or [*SIZES, *positions.split(), *others, "rms_norm_eps", "tie_word_embeddings", "family"]:
+        if getattr(there, key) != getattr(config, key):
+            raise UserError(f"--config.model.{key}={getattr(config, key)}: {path} has {getattr(there, key)}")
+    if alike:
+        return
+    if there.local_rope and there.max_position_embeddings < config.max_position_embeddings:
+        window = there.max_position_embeddings
+        raise UserError(f"--config.row_length must be at most {window}, to which local layers of {path} attend")
+    is_padded = is_huggingface(model_place(path)) and there.vocab_size < config.vocab_size
+    if there.vocab_size != config.vocab_size and not is_padded:
+        raise UserError(f"--config.model.vocab_size={config.vocab_size}: {path} has {there.vocab_size}")

@@ -110,9 +110,8 @@ class Wrapper(LanguageModel):
     """A model that computes what the inner one does, except for what a subclass overrides."""
 
     def __init__(self, model: LanguageModel):
-        self.model = model
+        self.model, self.head_rows = model, model.head_rows
         self.config, self.dtype, self.cache_dtype = model.config, model.dtype, model.cache_dtype
-        self.head_rows = model.head_rows
 
     def hidden(self, *fed: Any) -> Float[Array, "B T _"]:
         return self.model.hidden(*fed)

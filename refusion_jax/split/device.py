@@ -24,13 +24,8 @@ import jax.numpy as jnp
 from absl import flags
 from etils import epath
 
-from refusion_jax.checkpoints.load import (
-    chosen_settings,
-    describe_call,
-    find_tokenizer,
-    open_weights,
-    read_model_config,
-)
+from refusion_jax.checkpoints.contents import chosen_settings, describe_call, find_tokenizer, read_model_config
+from refusion_jax.checkpoints.load import open_weights
 from refusion_jax.cli import command, flag_values
 from refusion_jax.cli.errors import SettingError, UserError
 from refusion_jax.decoding import queue

@@ -16,7 +16,8 @@ from pathlib import Path
 from absl import flags
 from etils import epath
 
-from refusion_jax.checkpoints.load import open_weights, read_model_config
+from refusion_jax.checkpoints.contents import read_model_config
+from refusion_jax.checkpoints.load import open_weights
 from refusion_jax.cli import command
 from refusion_jax.cli.errors import UserError
 from refusion_jax.distributed.compiled_code import keep_for_user

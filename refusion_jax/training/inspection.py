@@ -16,7 +16,7 @@ from rich.text import Text
 
 from refusion_jax.batch.batch import Batch
 from refusion_jax.batch.rows import Rows, noise_keys
-from refusion_jax.checkpoints.load import find_own_tokenizer
+from refusion_jax.checkpoints.contents import find_own_tokenizer
 from refusion_jax.cli.errors import UserError
 from refusion_jax.config import make_objective
 from refusion_jax.data.dataset import load_dataset

@@ -13,7 +13,8 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from refusion_jax.batch.rows import Rows
-from refusion_jax.checkpoints.load import load_params, read_model_config
+from refusion_jax.checkpoints.contents import read_model_config
+from refusion_jax.checkpoints.load import load_params
 from refusion_jax.cli.errors import SettingError
 from refusion_jax.config import make_objective
 from refusion_jax.distributed import sharding

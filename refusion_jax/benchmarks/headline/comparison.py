@@ -35,7 +35,8 @@ from refusion_jax.benchmarks.headline.results import Results, Scored, Timed, Tra
 from refusion_jax.benchmarks.headline.runs import commit, train
 from refusion_jax.benchmarks.headline.speed_proxy import SpeedProxy, proxy_model, read_shape
 from refusion_jax.benchmarks.headline.tpu_estimates import tpu_estimates
-from refusion_jax.checkpoints.load import load_model, load_tokenizer
+from refusion_jax.checkpoints.contents import load_tokenizer
+from refusion_jax.checkpoints.load import load_model
 from refusion_jax.cli import command
 from refusion_jax.cli.progress import track
 from refusion_jax.decoding.auxiliary import with_auxiliaries

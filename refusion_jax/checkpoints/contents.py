@@ -1,0 +1,169 @@
+"""What lies at a path, as for `load_model`: a model's shape, tokenizer, system, decoder, and a stamp of its weights."""
+
+import dataclasses
+import hashlib
+import json
+from collections.abc import Sequence
+from typing import Any
+
+from absl import logging
+from etils import epath
+
+from refusion_jax.checkpoints import checksums, run_directory
+from refusion_jax.checkpoints.directory import find_step
+from refusion_jax.checkpoints.weights import stored_dtype
+from refusion_jax.cli.errors import SettingError, UserError, naming
+from refusion_jax.cli.settings import scope
+from refusion_jax.data.fast_tokenizer import find_tokenizer_file, load_tokenizer_file
+from refusion_jax.data.interface import Tokenizer
+from refusion_jax.data.tokenizer import MASK_PIECE
+from refusion_jax.decoding.requests import Request
+from refusion_jax.decoding.settings import Settings
+from refusion_jax.distributed.storage import absolute
+from refusion_jax.model import huggingface, huggingface_config, peft
+from refusion_jax.model.shape import ModelConfig
+from refusion_jax.systems.api import own_settings
+from refusion_jax.systems.interface import PLAIN
+from refusion_jax.systems.registry import decoders_for, default_decoder, default_system, releases, system_of
+
+
+def read_model_config(path: epath.Path) -> ModelConfig:
+    """The shape of the model at a path; UserError if there is none."""
+    place = model_place(path)
+    if huggingface_config.is_huggingface(place):
+        return huggingface_config.read_model_config(place, find_tokenizer(path), releases=releases())
+    return run_directory.read_model_config(find_step(place)[0])
+
+
+def read_dtype(path: epath.Path) -> str:
+    """The dtype that holds a model's weights without rounding, "float32" or "bfloat16"; UserError without a model."""
+    path = model_place(path)
+    return huggingface.read_dtype(path) if huggingface_config.is_huggingface(path) else stored_dtype(path)
+
+
+def model_place(path: epath.Path) -> epath.Path:
+    """The directory of the model: the one that adapters adapt, or the path itself."""
+    return peft.base_of(path) if peft.is_peft(path) else path
+
+
+def load_tokenizer(path: epath.PathLike) -> Tokenizer:
+    """The tokenizer of a run or model; UserError if it has none."""
+    if (tokenizer := find_tokenizer(epath.Path(path))) is None:
+        raise UserError(f"{path} holds no tokenizer.model, tokenizer.json or vocab.json: put its tokenizer there")
+    return tokenizer
+
+
+def find_tokenizer(path: epath.Path, mask_token_id: int | None = None) -> Tokenizer | None:
+    """The tokenizer of a run or model, if it has one; by default with the model's mask token."""
+    file, model = find_tokenizer_file(tokenizer_place(path)), tokenizer_place(model_place(path))
+    if file is None:
+        return None
+    if mask_token_id is None and huggingface_config.is_huggingface(model):
+        mask_token_id = huggingface_config.read_config(model, releases()).mask_token_id
+    elif mask_token_id is None and (model / "model.json").exists():
+        mask_token_id = run_directory.read_model_config(model).mask_token_id
+    return load_tokenizer_file(file, MASK_PIECE if mask_token_id in (None, -1) else mask_token_id)
+
+
+def find_own_tokenizer(path: epath.Path) -> epath.Path | None:
+    """The file of the tokenizer of a run or model, if there is one."""
+    return find_tokenizer_file(tokenizer_place(path)) if path.is_dir() else None
+
+
+def tokenizer_place(path: epath.Path) -> epath.Path:
+    """The directory of the tokenizer of a run or model, if any; adapters may have their own."""
+    if peft.is_peft(path) and find_tokenizer_file(path):
+        return path
+    path = model_place(path)
+    return path if huggingface_config.is_huggingface(path) else find_step(path)[0]
+
+
+def find_objective(path: epath.Path) -> str | None:
+    """The system that trained a model, if known.
+
+    A Hugging Face directory without a mask token is a plain language model; one line says so.
+    """
+    if peft.is_peft(path) and (trained_by := peft.find_objective(path)):
+        return trained_by
+    path = model_place(path)
+    if not huggingface_config.is_huggingface(path):
+        return run_directory.read_objective(find_step(path)[0])
+    config = huggingface_config.read_config(path, releases())
+    if config.refusion_jax.objective or config.mask_token_id is not None:
+        return config.refusion_jax.objective
+    if (tokenizer := find_tokenizer(path)) and not tokenizer.adds_mask:
+        return None
+    plain = system_of(default_decoder(PLAIN)).name
+    line = "%s has no mask token: a plain language model, which nobody has adapted; %s decodes it"
+    logging.log_first_n(logging.WARNING, line, 1, path, plain)
+    return plain
+
+
+def choose_method(checkpoint: epath.Path, method: str | None) -> str:
+    """Name of the decoder: the requested one, or the first for the system that trained the model.
+
+    SettingError if the model was not trained for the decoder.
+    """
+    if (objective := find_objective(checkpoint)) is None:
+        return method or default_decoder(default_system().name)
+    with naming(f"{checkpoint}"):
+        default, fitting = default_decoder(objective), decoders_for(objective)
+    if method and method not in fitting:
+        why = f"{checkpoint} was trained with objective={objective}, which decodes with {' or '.join(fitting)}"
+        raise SettingError("decode", "method", method, why)
+    return method or default
+
+
+def chosen_settings(checkpoint: epath.Path, given: dict[str, Any]) -> Settings:
+    """The given decode settings, for the decoder of `choose_method`; SettingError for settings that it lacks."""
+    return own_settings(choose_method(checkpoint, given.get("method")), given)
+
+
+def is_foreign(path: epath.Path) -> bool:
+    """Whether a directory has the format of other software: of Hugging Face, or of `peft` for adapters."""
+    return huggingface_config.is_huggingface(path) or peft.is_peft(path)
+
+
+def newest_step(path: epath.Path) -> epath.Path:
+    """The directory of the step that a path names now, while its run may save others; of another kind, the path."""
+    return path if is_foreign(path) else find_step(path)[1]
+
+
+def weights_stamp(path: epath.PathLike, settings: Settings) -> list[tuple[str, float | str, int]]:
+    """A stamp that changes whenever the weights do, those of auxiliary models included.
+
+    It has (name, checksum, bytes) for files of our checkpoints, wherever they are; (path, time, bytes) for others,
+    and for their configs, which are edited by hand and say what ends a text, among other things.
+    """
+    places = [path, *filter(None, (getattr(settings, name) for name in settings.auxiliary_models))]
+    return [entry for place in places for entry in _stamp(epath.Path(place))]
+
+
+def _stamp(path: epath.Path) -> list[tuple[str, float | str, int]]:
+    if is_foreign(path):
+        files = sorted(file for file in path.iterdir() if file.suffix in (".safetensors", ".json"))
+        own = [(str(absolute(file)), file.stat().mtime, file.stat().length) for file in files]
+        return own + (_stamp(peft.base_of(path)) if peft.is_peft(path) else [])
+    workdir, step = find_step(path)
+    listed = {name: found for name, found in checksums.listed(step).items() if name.startswith("params")}
+    own = [(name, value, size) for name, (size, value) in sorted(listed.items())]
+    own = own or [(str(absolute(step)), step.stat().mtime, step.stat().length)]  # an old checkpoint, without checksums
+    adapted = run_directory.read_adapters(workdir)
+    return own + (_stamp(adapted[1]) if adapted else [])
+
+
+def describe_call(
+    path: epath.PathLike, ids: Sequence[object], requests: Sequence[Request], *others: Any
+) -> dict[str, str]:
+    """What the answers of a call depend on, by name, for its journal; `others` are settings outside the decoder."""
+    whole_batch = scope(type(requests[0].settings), "batch")
+    settings = [
+        {key: x for key, x in dataclasses.asdict(request.settings).items() if key not in whole_batch}
+        for request in requests
+    ]
+    parts = {
+        "model": weights_stamp(path, requests[0].settings),
+        "prompts": [(id, own.prompt, own.template, own.noise) for id, own in zip(ids, requests, strict=True)],
+        "settings": [settings, *others],
+    }
+    return {name: hashlib.blake2b(json.dumps(x).encode(), digest_size=16).hexdigest() for name, x in parts.items()}
