@@ -27,14 +27,14 @@ from etils import epath
 from jax.sharding import Mesh
 
 from refusion_jax.batch.rows import noise_keys
-from refusion_jax.checkpoints.contents import choose_method, find_own_tokenizer, read_model_config
+from refusion_jax.checkpoints.contents import find_own_tokenizer, read_model_config
 from refusion_jax.checkpoints.directory import is_complete, saved_steps
 from refusion_jax.checkpoints.lock import check_free, locked
 from refusion_jax.cli import command, flag_values
 from refusion_jax.cli.errors import UserError, naming, needs
-from refusion_jax.config import CHANGEABLE, check, check_mesh, check_stores, help_texts, make_objective
+from refusion_jax.config import CHANGEABLE, check, check_mesh, check_stores, help_texts
 from refusion_jax.config.keys import keys
-from refusion_jax.config.model import adopt_shape, adopt_steps, check_fits, model_config
+from refusion_jax.config.model import adopt_shape, adopt_steps, check_fits, find_target_model, model_config
 from refusion_jax.config.run_config import check_same_run
 from refusion_jax.data.dataset import load_dataset
 from refusion_jax.distributed import compiled_code, host, processes, sharding, xla_options
@@ -42,7 +42,6 @@ from refusion_jax.distributed.preemption import EXIT_CODE, Preemption
 from refusion_jax.evaluation.heldout import make_held_out
 from refusion_jax.model.shape import READ_ALIKE
 from refusion_jax.planning.fastest import faster_settings
-from refusion_jax.systems.registry import find_system
 from refusion_jax.training import events
 from refusion_jax.training.loop import Now, RollBack, Run
 from refusion_jax.training.program import Program, train_program
@@ -98,12 +97,9 @@ def train(
 
     # 2. The data.
     source = epath.Path(config.init_from) if config.init_from and (config.lora.rank or not steps) else None
-    system, reads = find_system(config.objective), make_objective(config, 0).reads
-    if reads and system.decodes and system.decoders:
-        with naming(f"--config.{system.section}.reads"):  # otherwise nothing could decode the trained model
-            choose_method(epath.Path(reads), min(system.decoders))
-    with naming(f"--config.{'init_from' if source else f'{system.section}.reads'}"):
-        own = find_own_tokenizer(source or epath.Path(reads)) if source or reads else None
+    key, target = find_target_model(config)
+    with naming(f"--config.{'init_from' if source else key}"):
+        own = find_own_tokenizer(source or target) if source or target else None
     tokenizer, rows = load_dataset(config, workdir, own)
     say(
         f"{rows.documents:,} documents, or parts of one, in {len(rows):,} rows of {config.row_length} tokens, "
@@ -115,8 +111,8 @@ def train(
     # 3. The program: the jitted step, and where every array of the state lives.
     place = source or (workdir if config.init_from else None)
     shape = model_config(config, tokenizer, read_model_config(place).max_position_embeddings if place else 0)
-    if reads:
-        check_fits(epath.Path(reads), shape, tokenizer, f"{system.section}.reads", READ_ALIKE)
+    if target:
+        check_fits(target, shape, tokenizer, key, READ_ALIKE)
     program = train_program(config, shape, mesh)
     # A fault in the objective must show before anything is written.
     jax.eval_shape(lambda rows: program.objective.batch(rows, noise_keys(0, 0, config.batch_size)), program.rows)
@@ -132,7 +128,7 @@ def train(
     run = Run(config, workdir, mesh, tokenizer, rows, shape, program, held_out, tasks, preemption, changed)
     run.may_change_data = any(key.split(".")[0] == "data" for key in allowed)
 
-    # 4. The weights to start from, if not random ones, and those of a model that the trained one reads.
+    # 4. The weights to start from, if not random ones, and those of the target model.
     if source:
         check_fits(source, shape, tokenizer)
     run.initial_weights = program.given_weights(source)

@@ -154,7 +154,7 @@ def test_a_drafter_learns_what_the_model_writes_and_the_model_stays_as_it_is(tmp
         for _ in range(200):
             state, metrics = program.step(state, rows)
     assert metrics["loss"] < 0.1
-    jax.tree.map(np.testing.assert_array_equal, state.frozen["reads"], weights)
+    jax.tree.map(np.testing.assert_array_equal, state.frozen["target_model"], weights)
     drafter = nnx.merge(nnx.split(tiny_model())[0], state.params)  # which are all that a checkpoint holds
     out = decode(with_auxiliaries(model, drafter=drafter), PROMPTS, settings("dflash", draft_length=4))
     assert out.tokens == ar.tokens
@@ -237,6 +237,9 @@ def test_what_dflash_cannot_read_is_refused(tmp_path):
         choose_method(tmp_path, None)
     assert "dflash" in decoders_for("ar")
     (tmp_path / "config.json").write_text('{"objective": "llada"}')
+    config = config_with(objective="dflash", **{"dflash.reads": str(tmp_path)})
+    with pytest.raises(UserError, match="^--config.dflash.reads: method=dflash: "):  # as `plan` is
+        train_program(config, tiny_config(), make_mesh({}, jax.devices()[:1]))
     flags = ["--config.objective=dflash", f"--config.dflash.reads={tmp_path}", f"--workdir={tmp_path / 'drafter'}"]
     _, err = run("train", f"--config={ROOT / 'configs/quickstart.py'}", *flags, code=2)
     assert re.search("^error: --config.dflash.reads: method=dflash: .* was trained with objective=llada, which", err)

@@ -1,4 +1,4 @@
-"""The model that a config describes, and the one that it starts from."""
+"""The model that a config describes, the one that it starts from, and the one that it reads, its target model."""
 
 import dataclasses
 import math
@@ -7,9 +7,9 @@ from collections.abc import Sequence
 import ml_collections
 from etils import epath
 
-from refusion_jax.checkpoints.contents import find_tokenizer, model_place, read_model_config
-from refusion_jax.cli.errors import UserError, naming
-from refusion_jax.config import check_steps, default_config
+from refusion_jax.checkpoints.contents import choose_method, find_tokenizer, model_place, read_model_config
+from refusion_jax.cli.errors import SettingError, UserError, naming
+from refusion_jax.config import check_steps, default_config, make_objective
 from refusion_jax.config.keys import keys
 from refusion_jax.config.run_config import read_config
 from refusion_jax.data.fast_tokenizer import first_difference
@@ -56,6 +56,21 @@ def adopt_shape(config: ml_collections.ConfigDict, workdir: epath.Path | None = 
             f"{', and other values of ' + ', '.join(rest) if rest else ''}; a config file that sets no keys of model "
             f"takes all from there"
         )
+
+
+def find_target_model(config: ml_collections.ConfigDict) -> tuple[str, epath.Path | None]:
+    """(key, path) of the target model, whose hidden states the trained one reads; None if the objective has none.
+
+    UserError if it must have one and none is named, or if no decoder could use the trained model along with it.
+    """
+    system, path = find_system(config.objective), make_objective(config, 0).reads
+    key = f"{system.section}.reads"
+    if "reads" in system.keys and not path:
+        raise SettingError("config", key, "", "name the run or model that is read")
+    if path and system.decodes and system.decoders:
+        with naming(f"--config.{key}"):
+            choose_method(epath.Path(path), min(system.decoders))
+    return key, epath.Path(path) if path else None
 
 
 def adopt_steps(config: ml_collections.ConfigDict, rows: int) -> None:
@@ -112,9 +127,8 @@ def check_fits(
             f"{own.decode([token])!r} there, {tokenizer.decode([token])!r} here); name it with "
             f"--config.data.tokenizer, and prepare data with it"
         )
-    positions = "rope_theta rope_scaling local_rope"
-    others = [key for key in OPTIONAL if key != "router_aux_loss_coef"]
-    for key in alike or [*SIZES, *positions.split(), *others, "rms_norm_eps", "tie_word_embeddings", "family"]:
+    others = ["rope_theta", "rope_scaling", "local_rope", *(key for key in OPTIONAL if key != "router_aux_loss_coef")]
+    for key in alike or [*SIZES, *others, "rms_norm_eps", "tie_word_embeddings", "family"]:
         if getattr(there, key) != getattr(config, key):
             raise UserError(f"--config.model.{key}={getattr(config, key)}: {path} has {getattr(there, key)}")
     if alike:

@@ -42,7 +42,7 @@ class Transformer(LanguageModel):
     `quantization`, of products with weights of layers in training (quantized_training.py), is "int8", "fp8" or "none".
     """
 
-    reads: "Transformer | None" = None  # in training: see `embedded_with`
+    target_model: "Transformer | None" = None  # in training, one whose hidden states are read: see `embedded_with`
 
     def __init__(
         self,
@@ -107,8 +107,8 @@ class Transformer(LanguageModel):
             return packed.packed_attention(q, k, v, visibility, self.backend), None
 
         x = self.embedded(tokens)
-        if self.reads is not None:
-            read = self.reads.hidden(tokens, positions, visibility)
+        if self.target_model is not None:
+            read = self.target_model.hidden(tokens, positions, visibility)
             x = jnp.where((visibility.group == 0)[:, :, None], self.embedded_with(tokens, read), x)
         x, _, load = self.through_layers(x, positions, attend, visibility.segment_ids > 0)
         return self.normed(x), load

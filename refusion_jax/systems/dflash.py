@@ -162,7 +162,7 @@ class ReadAndDraft(ar.Speculative):
 def reference(model: LanguageModel, request: Request) -> dict:
     """The decoder in plain Python: one request, no cache, greedy. Drafts are those of the training model."""
     plain, drafter = ReferenceDecoder(model, request), nnx.clone(model.drafter)
-    drafter.reads, masks = model.model, [drafter.config.mask_token_id] * (request.settings.draft_length - 1)
+    drafter.target_model, masks = model.model, [drafter.config.mask_token_id] * (request.settings.draft_length - 1)
     while not plain.is_complete():
         text = list(plain.text.values())
         row = text + masks

@@ -39,8 +39,8 @@ class Objective(abc.ABC):
 
     mask_id: int
     eos_id: int = dataclasses.field(default=-1, kw_only=True)  # ends every text that is not truncated; -1: none does
-    # Path of a frozen model whose hidden states of the text (tokens of group 0) are added to the input; "": none. A
-    # class attribute, unless a subclass makes it a field.
+    # Path of the target model, a frozen one whose hidden states of the text (tokens of group 0) are added to the input;
+    # "": none. A class attribute, unless a subclass makes it a field.
     reads = ""
 
     shifted: ClassVar[bool] = False  # whether models predict a masked token at the token before it

@@ -17,6 +17,7 @@ from refusion_jax.checkpoints.contents import read_model_config
 from refusion_jax.checkpoints.load import load_params
 from refusion_jax.cli.errors import SettingError
 from refusion_jax.config import make_objective
+from refusion_jax.config.model import find_target_model
 from refusion_jax.distributed import sharding
 from refusion_jax.distributed.xla_options import compiler_options
 from refusion_jax.model.lora import Lora, add_adapters, combine, read_lora
@@ -24,9 +25,10 @@ from refusion_jax.model.packed_attention import backend_for
 from refusion_jax.model.shape import ModelConfig
 from refusion_jax.model.transformer import Transformer, logical_axes
 from refusion_jax.systems.interface import Objective, train_flops_per_row
-from refusion_jax.systems.registry import find_system
 from refusion_jax.training.optimizer import make_optimizer, make_schedule
 from refusion_jax.training.train_step import TrainState, init_state, make_train_step, state_shardings
+
+TARGET = "target_model"  # of a transformer, and of its weights
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,23 +43,23 @@ class Program:
     lora: Lora | None
     graphdef: nnx.GraphDef  # of the transformer
     objective: Objective
-    flops_per_row: float  # forward and backward, and the forward pass of a model that is read
+    flops_per_row: float  # forward and backward, and the forward pass of the target model
 
     def compiled_step(self, state: TrainState) -> jax.stages.Compiled:
         """The step, compiled for a state, given as arrays or as their shapes and shardings."""
         return self.step.lower(state, self.rows).compile()
 
     def given_weights(self, init_from: epath.PathLike | None) -> dict[str, Any] | None:
-        """The weights of a model to start from, and of one that the trained one reads; None if there are neither."""
+        """The weights of a model to start from, and of the target model; None if there are neither."""
         given = load_params(epath.Path(init_from), self.base) if init_from else {}
         if self.objective.reads:
-            given["reads"] = load_params(epath.Path(self.objective.reads), self.target.frozen["reads"])
+            given[TARGET] = load_params(epath.Path(self.objective.reads), self.target.frozen[TARGET])
         return given or None
 
 
 def split(weights: dict[str, Any], lora: Lora | None) -> tuple[dict[str, Any], dict[str, Any]]:
-    """(trained weights, frozen ones); the latter include those of a model that the trained one reads."""
-    own = {name: value for name, value in weights.items() if name != "reads"}
+    """(trained weights, frozen ones); the latter include those of the target model."""
+    own = {name: value for name, value in weights.items() if name != TARGET}
     trained, frozen = lora.split(own) if lora else (own, {})
     return trained, frozen | {name: weights[name] for name in weights.keys() - own.keys()}
 
@@ -70,17 +72,14 @@ def train_program(config: ml_collections.ConfigDict, shape: ModelConfig, mesh: M
     backend = backend_for(platform, config.row_length // mesh.shape["sequence"], config.model.head_dim, config.dtype)
 
     lora, objective = read_lora(config.lora), make_objective(config, shape.mask_token_id, shape.eos_token_id)
-    system = find_system(config.objective)
-    if "reads" in system.keys and not objective.reads:
-        raise SettingError("config", f"{system.section}.reads", "", "name the run or model that is read")
-    read = read_model_config(epath.Path(objective.reads)) if objective.reads else None
+    read = read_model_config(path) if (path := find_target_model(config)[1]) else None
 
     def build(rngs: nnx.Rngs, quantization: str = "none") -> Transformer:
         model = Transformer(shape, rngs, config.dtype, config.remat, backend, quantization)
         if lora:
             add_adapters(model.layers, lora, rngs)
         if read:
-            model.reads = Transformer(read, rngs, config.dtype, backend=backend)
+            model.target_model = Transformer(read, rngs, config.dtype, backend=backend)
         return model
 
     abstract_model = nnx.eval_shape(lambda: build(nnx.Rngs(0)))
@@ -89,7 +88,7 @@ def train_program(config: ml_collections.ConfigDict, shape: ModelConfig, mesh: M
     rounded = nnx.graphdef(nnx.eval_shape(lambda: build(nnx.Rngs(0), config.quantization)))
     trained, schedule = split(axes, lora)[0], make_schedule(config)
     if lora and lora.full and not any(re.fullmatch(lora.full, name) for name in (*trained, *trained["layers"])):
-        names = lora.without_adapters(axes)["layers"].keys() | axes.keys() - {"layers", "reads"}
+        names = lora.without_adapters(axes)["layers"].keys() | axes.keys() - {"layers", TARGET}
         raise SettingError("config", "lora.full", lora.full, f"names none of {', '.join(sorted(names))}")
     optimizer = make_optimizer(config, schedule, trained)
     how = schedule, config.seed, config.accumulation, config.guard.spike, config.debug_nans
@@ -105,7 +104,7 @@ def train_program(config: ml_collections.ConfigDict, shape: ModelConfig, mesh: M
     of_rows, dtypes = (config.batch_size, config.row_length), (jnp.int32, jnp.int32, jnp.bool_)
     rows = jax.eval_shape(lambda: Rows(*(jnp.zeros(of_rows, dtype) for dtype in dtypes)))
     target = sharding.placed(abstract, shardings)
-    own = {name: x for name, x in target.weights.items() if name != "reads"}
+    own = {name: x for name, x in target.weights.items() if name != TARGET}
     return Program(
         step=jax.jit(
             step,
