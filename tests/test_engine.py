@@ -3,6 +3,7 @@
 import dataclasses
 import gc
 import math
+import random
 import threading
 import weakref
 
@@ -35,6 +36,7 @@ from refusion_jax.systems.registry import find_system
     st.randoms(use_true_random=False),
     st.booleans(),
 )
+@hypothesis.example("ab\U0001f600c", [(1, 1), (0, 3)], 24, random.Random(0), True)  # the longer stop comes later
 def test_pieces_add_up_to_the_answer_and_are_never_taken_back(text, cuts, limit, random, in_order):
     """Tokens are bytes, committed in any order and shown at any time; stop strings are parts of the text."""
     stops = [text[at : at + length] for at, length in cuts if at < len(text)]

@@ -21,10 +21,11 @@ class Stops:
     def is_certain(self, text: str) -> bool:
         """Whether the text holds a stop string, and no continuation of it would be cut earlier.
 
-        It could be if a longer stop string, not complete yet, can begin before the one that was found.
+        It could be if a longer stop string, not complete yet, can begin before the one that was found; U+FFFD at the
+        end may stand for a character that is not complete yet.
         """
         begin = self._begin(text)
-        return begin is not None and begin - 1 + max(map(len, self.texts)) <= len(text)
+        return begin is not None and begin - 1 + max(map(len, self.texts)) <= len(text.rstrip("\ufffd"))
 
     def without_beginning(self, text: str) -> str:
         return text[: min((_begins_at_end(text, stop) for stop in self.texts), default=len(text))]
