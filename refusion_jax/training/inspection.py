@@ -41,7 +41,8 @@ class ShownDocument(NamedTuple):
 
 def training_batch(config: ml_collections.ConfigDict, workdir: epath.PathLike | None, step: int) -> tuple:
     """(tokenizer, rows, global batch) that `train` uses at step `step` + 1; with workdir None, those of a new run."""
-    own = find_own_tokenizer(epath.Path(config.init_from)) if config.init_from else None
+    source = config.init_from or make_objective(config, mask_id=0).reads
+    own = find_own_tokenizer(epath.Path(source)) if source else None
     tokenizer, data = load_dataset(config, workdir, own)
     steps = {"batch_size": config.batch_size, "seed": config.seed, "first_step": step, "last_step": step + 1}
     batch_of = SkippedBatches(epath.Path(workdir)).batch_of if workdir else int
