@@ -6,7 +6,7 @@ from importlib import resources
 from typing import Annotated, Any
 
 import anyio
-from fastapi import Depends, FastAPI, Request, Response
+from fastapi import APIRouter, Depends, FastAPI, Request, Response
 from fastapi.responses import HTMLResponse, JSONResponse
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from pydantic import BaseModel
@@ -21,109 +21,153 @@ from refusion_jax.serving.responses import TextReply, TextRequest
 from refusion_jax.serving.service import Service
 from refusion_jax.serving.writer import Delta
 
+_SMALL = 1 << 13  # bytes; parsing that many takes at most a millisecond
+_REFERENCE = "#/components/schemas/{model}"
+_POLICY = (  # for pages, which use the routes that every client has, and load nothing else
+    "default-src 'none'; connect-src 'self'; img-src data:; style-src 'unsafe-inline'; script-src 'unsafe-inline'; "
+    "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+)
+routes = APIRouter()
+
 
 def make_app(service: Service, access: Access, version: str) -> FastAPI:
     """The server as an ASGI application; the engine is started and ended by the caller."""
     checks = [Depends(KeyCheck(access.keys))] if access.keys else []
     # FastAPI's own /docs loads its scripts from elsewhere.
     app = FastAPI(title="refusion_jax", version=version, docs_url=None, redoc_url=None, dependencies=checks)
-    parsed = functools.partial(_parsed, service, anyio.CapacityLimiter(1))
-    structured = anyio.CapacityLimiter(4)
-
-    def threads(body: Completion | Chat) -> anyio.CapacityLimiter | None:
-        """Limits the threads for structured answers: compiling a grammar may take seconds."""
-        return structured if body.constraints else None
-
+    own = service.engine.settings
+    described = {"id": service.name, "object": "model", "created": int(time.time()), "owned_by": "refusion_jax"}
+    described["max_model_len"] = own.cache_length
+    described |= {"slot_size": own.slot_size, "fills_gaps": service.engine.fills_gaps}
+    app.state.service, app.state.described = service, described
+    app.state.large, app.state.structured = anyio.CapacityLimiter(1), anyio.CapacityLimiter(4)
     app.add_route("/", functools.partial(_page, "page.html"))
     app.add_route("/docs", functools.partial(_page, "docs.html"))
-    handle_errors(app, service.engine.settings.cache_length)
+    app.include_router(routes)
+    handle_errors(app, own.cache_length)
     guard_access(app, access)
-    described = {"id": service.name, "object": "model", "created": int(time.time()), "owned_by": "refusion_jax"}
-    described["max_model_len"] = service.engine.settings.cache_length
-    described |= {"slot_size": service.engine.settings.slot_size, "fills_gaps": service.engine.fills_gaps}
-
-    @app.post("/v1/completions", **_documented(Completion))
-    async def completions(body: Annotated[Completion, parsed(Completion)], request: Request):
-        if len(await request.body()) <= _SMALL and len(body.prompt) == 1 and not body.constraints:
-            choices = service.completion(body)  # takes half a millisecond, and waits for no thread
-        else:
-            choices = await anyio.to_thread.run_sync(service.completion, body, limiter=threads(body))
-        reply = Reply(service, body, "cmpl", "text_completion", choices)
-        if body.stream:
-            return await reply.stream(lambda delta, scores: {"text": delta.text, "logprobs": scores})
-        echoed = await anyio.to_thread.run_sync(service.echoes, choices) if body.echo else [""] * len(choices)
-        told = await reply.whole(
-            request, lambda number, delta, scores: {"text": echoed[number] + delta.text, "logprobs": scores}
-        )
-        return _json(told)
-
-    @app.post("/v1/chat/completions", **_documented(Chat))
-    async def chats(body: Annotated[Chat, parsed(Chat)], request: Request):
-        choices = await anyio.to_thread.run_sync(service.chat, body, limiter=threads(body))
-        if body.stream:
-            reply = Reply(service, body, "chatcmpl", "chat.completion.chunk", choices)
-            return await reply.stream(
-                lambda delta, scores: {"delta": _said(delta), "logprobs": scores}, begins_with_role=True
-            )
-
-        def fields(number: int, delta: Delta, scores: dict[str, Any] | None) -> dict[str, Any]:
-            message = {"role": "assistant", "content": None if delta.calls else ""}
-            return {"message": message | _said(delta), "logprobs": scores}
-
-        return _json(await Reply(service, body, "chatcmpl", "chat.completion", choices).whole(request, fields))
-
-    @app.post("/v1/responses", **_documented(TextRequest))
-    async def responses(body: Annotated[TextRequest, parsed(TextRequest)], request: Request):
-        reply = await anyio.to_thread.run_sync(TextReply, service, body, limiter=threads(body.chat))
-        if body.stream:
-            return await reply.stream(lambda delta, scores: _said(delta))
-        return _json(await reply.respond(request))
-
-    @app.head("/health")
-    @app.get("/health")
-    async def health() -> JSONResponse:
-        return JSONResponse(service.engine.load, 503 if service.engine.failure else 200)
-
-    @app.head("/ready")
-    @app.get("/ready")
-    async def ready() -> JSONResponse:
-        return JSONResponse({"ready": service.engine.is_ready}, 200 if service.engine.is_ready else 503)
-
-    @app.get("/version")
-    async def of_the_server() -> dict[str, str]:
-        return {"version": version}
-
-    @app.head("/metrics")
-    @app.get("/metrics")
-    async def metrics() -> Response:
-        return Response(generate_latest(service.metrics.registry), media_type=CONTENT_TYPE_LATEST)
-
-    @app.get("/v1/models")
-    async def models() -> dict[str, Any]:
-        return {"object": "list", "data": [described]}
-
-    @app.get("/v1/models/{name:path}")
-    async def model(name: str) -> dict[str, Any]:
-        _check_model(name, service)
-        return described
-
-    # lm-eval's local-completions asks these to tokenize like the model.
-
-    @app.get("/tokenizer_info")
-    async def tokenizer_info() -> dict[str, Any]:
-        return service.special_tokens
-
-    @app.post("/tokenize", **_documented(Tokenize))
-    async def tokenize(body: Annotated[Tokenize, parsed(Tokenize)]) -> dict[str, Any]:
-        tokens = await anyio.to_thread.run_sync(service.tokenize, body.prompt, body.add_special_tokens)
-        return {"tokens": tokens, "count": len(tokens), "max_model_len": service.engine.settings.cache_length}
-
-    @app.post("/detokenize", **_documented(Detokenize))
-    async def detokenize(body: Annotated[Detokenize, parsed(Detokenize)]) -> dict[str, Any]:
-        return {"prompt": await anyio.to_thread.run_sync(service.detokenize, body.tokens)}
-
     app.openapi().setdefault("components", {})["schemas"] = _schemas(service)
     return app
+
+
+async def _service(request: Request) -> Service:
+    return request.app.state.service
+
+
+Served = Annotated[Service, Depends(_service)]
+
+
+def _parsed(kind: type[BaseModel]) -> Any:
+    """Parses the body of a request; a large one in another thread, which may hold Python's lock for up to 50 ms."""
+
+    async def parse(request: Request, service: Served) -> BaseModel:
+        raw = await request.body()
+        if len(raw) <= _SMALL:
+            body = read_body(kind, raw)
+        else:
+            body = await anyio.to_thread.run_sync(read_body, kind, raw, limiter=request.app.state.large)
+        _check_model(body.model, service)
+        return body
+
+    return Depends(parse)
+
+
+def _documented(kind: type[BaseModel]) -> dict[str, Any]:
+    """The entry in /openapi.json for a body that the route parses itself."""
+    schema = {"schema": {"$ref": _REFERENCE.format(model=kind.__name__)}}
+    return {"openapi_extra": {"requestBody": {"content": {"application/json": schema}, "required": True}}}
+
+
+def _threads(request: Request, body: Completion | Chat) -> anyio.CapacityLimiter | None:
+    """Limits the threads for structured answers: compiling a grammar may take seconds."""
+    return request.app.state.structured if body.constraints else None
+
+
+@routes.post("/v1/completions", **_documented(Completion))
+async def completions(body: Annotated[Completion, _parsed(Completion)], service: Served, request: Request):
+    if len(await request.body()) <= _SMALL and len(body.prompt) == 1 and not body.constraints:
+        choices = service.completion(body)  # takes half a millisecond, and waits for no thread
+    else:
+        choices = await anyio.to_thread.run_sync(service.completion, body, limiter=_threads(request, body))
+    reply = Reply(service, body, "cmpl", "text_completion", choices)
+    if body.stream:
+        return await reply.stream(lambda delta, scores: {"text": delta.text, "logprobs": scores})
+    echoed = await anyio.to_thread.run_sync(service.echoes, choices) if body.echo else [""] * len(choices)
+    return _json(
+        await reply.whole(request, lambda n, delta, scores: {"text": echoed[n] + delta.text, "logprobs": scores})
+    )
+
+
+@routes.post("/v1/chat/completions", **_documented(Chat))
+async def chats(body: Annotated[Chat, _parsed(Chat)], service: Served, request: Request):
+    choices = await anyio.to_thread.run_sync(service.chat, body, limiter=_threads(request, body))
+    if body.stream:
+        reply = Reply(service, body, "chatcmpl", "chat.completion.chunk", choices)
+        return await reply.stream(
+            lambda delta, scores: {"delta": _said(delta), "logprobs": scores}, begins_with_role=True
+        )
+    return _json(await Reply(service, body, "chatcmpl", "chat.completion", choices).whole(request, _message))
+
+
+@routes.post("/v1/responses", **_documented(TextRequest))
+async def responses(body: Annotated[TextRequest, _parsed(TextRequest)], service: Served, request: Request):
+    reply = await anyio.to_thread.run_sync(TextReply, service, body, limiter=_threads(request, body.chat))
+    if body.stream:
+        return await reply.stream(lambda delta, scores: _said(delta))
+    return _json(await reply.respond(request))
+
+
+@routes.head("/health")
+@routes.get("/health")
+async def health(service: Served) -> JSONResponse:
+    return JSONResponse(service.engine.load, 503 if service.engine.failure else 200)
+
+
+@routes.head("/ready")
+@routes.get("/ready")
+async def ready(service: Served) -> JSONResponse:
+    return JSONResponse({"ready": service.engine.is_ready}, 200 if service.engine.is_ready else 503)
+
+
+@routes.get("/version")
+async def of_the_server(request: Request) -> dict[str, str]:
+    return {"version": request.app.version}
+
+
+@routes.head("/metrics")
+@routes.get("/metrics")
+async def metrics(service: Served) -> Response:
+    return Response(generate_latest(service.metrics.registry), media_type=CONTENT_TYPE_LATEST)
+
+
+@routes.get("/v1/models")
+async def models(request: Request) -> dict[str, Any]:
+    return {"object": "list", "data": [request.app.state.described]}
+
+
+@routes.get("/v1/models/{name:path}")
+async def model(name: str, service: Served, request: Request) -> dict[str, Any]:
+    _check_model(name, service)
+    return request.app.state.described
+
+
+# lm-eval's local-completions asks these to tokenize like the model.
+
+
+@routes.get("/tokenizer_info")
+async def tokenizer_info(service: Served) -> dict[str, Any]:
+    return service.special_tokens
+
+
+@routes.post("/tokenize", **_documented(Tokenize))
+async def tokenize(body: Annotated[Tokenize, _parsed(Tokenize)], service: Served) -> dict[str, Any]:
+    tokens = await anyio.to_thread.run_sync(service.tokenize, body.prompt, body.add_special_tokens)
+    return {"tokens": tokens, "count": len(tokens), "max_model_len": service.engine.settings.cache_length}
+
+
+@routes.post("/detokenize", **_documented(Detokenize))
+async def detokenize(body: Annotated[Detokenize, _parsed(Detokenize)], service: Served) -> dict[str, Any]:
+    return {"prompt": await anyio.to_thread.run_sync(service.detokenize, body.tokens)}
 
 
 def _said(delta: Delta) -> dict[str, Any]:
@@ -131,12 +175,10 @@ def _said(delta: Delta) -> dict[str, Any]:
     return ({"content": delta.text} if delta.text else {}) | ({"tool_calls": delta.calls} if delta.calls else {})
 
 
-_SMALL = 1 << 13  # bytes; parsing that many takes at most a millisecond
-_REFERENCE = "#/components/schemas/{model}"
-_POLICY = (  # for pages, which use the routes that every client has, and load nothing else
-    "default-src 'none'; connect-src 'self'; img-src data:; style-src 'unsafe-inline'; script-src 'unsafe-inline'; "
-    "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
-)
+def _message(number: int, delta: Delta, scores: dict[str, Any] | None) -> dict[str, Any]:
+    """The fields of a choice in a whole chat."""
+    message = {"role": "assistant", "content": None if delta.calls else ""}
+    return {"message": message | _said(delta), "logprobs": scores}
 
 
 async def _page(file: str, request: Request) -> HTMLResponse:
@@ -155,27 +197,6 @@ def _schemas(service: Service) -> dict[str, Any]:
         for name, value in service.defaults.items():
             fields[name]["default"] = value
     return schemas
-
-
-def _documented(kind: type[BaseModel]) -> dict[str, Any]:
-    """The entry in /openapi.json for a body that the route parses itself."""
-    schema = {"schema": {"$ref": _REFERENCE.format(model=kind.__name__)}}
-    return {"openapi_extra": {"requestBody": {"content": {"application/json": schema}, "required": True}}}
-
-
-def _parsed(service: Service, one_at_a_time: anyio.CapacityLimiter, kind: type[BaseModel]) -> Any:
-    """Parses the body of a request; a large one in another thread, which may hold Python's lock for up to 50 ms."""
-
-    async def parse(request: Request) -> BaseModel:
-        raw = await request.body()
-        if len(raw) <= _SMALL:
-            body = read_body(kind, raw)
-        else:
-            body = await anyio.to_thread.run_sync(read_body, kind, raw, limiter=one_at_a_time)
-        _check_model(body.model, service)
-        return body
-
-    return Depends(parse)
 
 
 def _json(content: dict[str, Any]) -> Response:
