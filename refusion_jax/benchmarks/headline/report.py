@@ -58,18 +58,18 @@ def _conditions(results: Results) -> str:
     c, m, tokens = about["config"], about["machine"], results.runs[0]["tokens"]
     load = max(record["load"] for record in (*results.points, *results.timings))
     lines = [
-        f"Every system is trained on {tokens:,} tokens in {c['steps']:,} steps of {c['batch_size']} rows of "
-        f"{c['row_length']}, with a transformer of width {c['model']['hidden_size']} and "
-        f"{c['model']['num_hidden_layers']} layers; then decodes {about['problems']} held-out problems of difficulty "
-        f"{c['data']['difficulty']}, at most {about['new_tokens']} tokens each, at every operating point of its "
-        f"decoders.",
-        f"By these problems settings are chosen: each decoder is shown at its fastest one within {MARGIN} of its best "
-        f"accuracy, one prompt at a time. The tables score it on as many other problems, the same number of each "
-        f"family: accuracy and tokens per forward as the mean of its seeds, and in brackets the least and the most. "
-        f"Tokens per second are of the first seed's models, which decode {about['timed']} problems in {REPEATS} "
-        f"interleaved repeats: the mean, the least and the most. Ratios of speeds are the median of the repeats. Only "
-        f"tokens of the answer count. AUP is the area under accuracy over tokens per forward, the prefill counted, "
-        f"with less weight below the best accuracy (arXiv 2601.07568); of the problems that choose.",
+        f"Each system trains a transformer of width {c['model']['hidden_size']} with "
+        f"{c['model']['num_hidden_layers']} layers on {tokens:,} tokens ({c['steps']:,} steps of {c['batch_size']} "
+        f"rows of {c['row_length']}). Each of its decoders then answers {about['problems']} validation problems of "
+        f"difficulty {c['data']['difficulty']} in at most {about['new_tokens']} tokens, with every setting that is "
+        f"compared.",
+        f"The tables show each decoder with its fastest setting for one prompt at a time among those within {MARGIN} "
+        f"of its best validation accuracy. Accuracy and tokens per forward are means over the seeds, with the minimum "
+        f"and maximum in brackets, on a test set with as many problems of each family. Tokens per second are measured "
+        f"with the models of the first seed on {about['timed']} validation problems: mean, minimum and maximum of "
+        f"{REPEATS} interleaved repeats. Ratios of speeds are medians over the repeats. Only tokens of the answer "
+        f"count. AUP is the area under the curve of validation accuracy over tokens per forward, prefill included, "
+        f"with less weight on accuracies below the best one (arXiv 2601.07568).",
         f"Measured on {m['cores']} cores of {m['processor']} ({m['device']}; {m['memory_gib']} GiB; load average "
         f"{load:.1f} at most), jax {about['versions']['jax']}, at commit "
         f"{', '.join(filter(None, results.commits)) or 'unknown'}.",
@@ -77,22 +77,21 @@ def _conditions(results: Results) -> str:
     if starts := {run["start"] for run in results.runs} - {""}:
         (start,) = starts
         lines.append(
-            f"“from {start}” is a model that starts from the weights of {start} after half its steps and takes the "
-            f"other half itself, on problems drawn anew: as many tokens in all. Its seconds of training are of "
-            f"its own half."
+            f"“from {start}” is a model that starts from the weights of {start} after half of the steps and trains for "
+            f"the other half on new problems: on as many tokens in total. Its training time is that of its own half."
         )
     if results.auxiliaries:
         lines.append(
-            f"Drafters and verifiers, {len(results.auxiliaries)} in all, are trained as well, each for one model: the "
-            f"columns leave out their training, and of their forward passes count only the time."
+            f"Drafters and verifiers ({len(results.auxiliaries)}) are trained as well, each for one model: the columns "
+            f"leave out their training; their forward passes cost time, but do not count in tokens per forward."
         )
     if len(results.machines) > 1:
         lines.append(f"Speeds were measured in several places and do not compare: {'; '.join(results.machines)}.")
     if load > _BUSY * m["cores"]:
-        lines.append("Other work shared the machine, more at one time than at another: its speeds do not compare.")
+        lines.append("Other work shared the machine, more at some times than at others: its speeds do not compare.")
     if about["budget"] == "tiny":
         lines.append(
-            "**This budget is a smoke test: runs too short to have learnt the problems. It shows that the comparison "
+            "**This budget is a smoke test: its runs are too short to learn the problems. It shows that the comparison "
             "runs, and nothing about the systems.**"
         )
     return "\n\n".join(map(prose, lines))
@@ -153,7 +152,7 @@ def _conclusions(found: list[Curve], results: Results) -> str:
             if better[curve.name] and systems()[curve.system].claims and curve.is_default
         ]
     same = sum(record["same_text"] for record in results.points) / len(results.points)
-    lines.append(f"The answers were the same one prompt at a time and {_MANY} at a time in {same:.1%} of all cases.")
+    lines.append(f"In {same:.1%} of all cases an answer was the same at a batch size of {_ONE} and of {_MANY}.")
     return "\n".join(prose(f"* {line}", indent="  ") for line in lines)
 
 
@@ -198,7 +197,7 @@ def claims(found: list[Curve]) -> str:
                 rows.append((own.name, rival.name, weights, *accuracy, *speeds, "yes" if v.holds else "no"))
     names = ["system", "versus", "weights", "accuracy, claimed", "measured", "tokens/s at 1, claimed"]
     names += ["measured", "holds"]
-    return table(names, rows) if rows else "None of the systems here has claims about another one of them."
+    return table(names, rows) if rows else "No system here has a claim about another one of them."
 
 
 def _proxy_speeds(found: list[Curve], results: Results) -> list[str]:
@@ -207,11 +206,11 @@ def _proxy_speeds(found: list[Curve], results: Results) -> list[str]:
         return []
     first = results.proxy_timings[0]
     about = (
-        f"Weights of the speed proxy: every forward pass of these decoders, one prompt at a time, is also computed by "
+        f"Weights of the speed proxy: each forward pass of these decoders is also computed by a model of "
         f"{first['parameters'] / 1e6:.1f} M random parameters ({first['shape']}), while the trained model decides what "
-        f"is written (refusion_jax/benchmarks/headline/speed_proxy.py). It is the speed of models of that size that "
-        f"would write the same. Each decoder is at its fastest setting there within {MARGIN} of its best accuracy; "
-        f"at most {PROXY_PROBLEMS} problems in {PROXY_REPEATS} interleaved repeats."
+        f"is written (refusion_jax/benchmarks/headline/speed_proxy.py): the speed of a model of that size that writes "
+        f"the same answers, one prompt at a time. Each decoder has its fastest setting with the proxy, within {MARGIN} "
+        f"of its best accuracy; at most {PROXY_PROBLEMS} problems in {PROXY_REPEATS} interleaved repeats."
     )
     rows = []
     for curve in found:
@@ -233,11 +232,11 @@ def _estimates(results: Results) -> list[str]:
     if not results.tpu_estimates:
         return []
     about = (
-        "**Estimate, not calibrated; nothing here ran on a TPU.** By arithmetic (refusion_jax/benchmarks/headline/"
-        "tpu_estimates.py), from the forward passes of these answers and the compiled width of one, for a model of "
-        f"{results.tpu_estimates[0]['model'].upper()} parameters in bfloat16 whose heads all chips share. At each "
-        f"batch size the fastest setting within {MARGIN} of the best accuracy counts. In brackets: times what one "
-        "token per forward takes for the same answers."
+        "**An uncalibrated estimate; nothing here ran on a TPU.** It is computed (refusion_jax/benchmarks/headline/"
+        "tpu_estimates.py) from the number of forward passes of these answers and from their compiled width, for a "
+        f"model of {results.tpu_estimates[0]['model'].upper()} parameters in bfloat16 whose heads are split over all "
+        f"chips. Each batch size has the fastest setting within {MARGIN} of the best accuracy. In brackets: the "
+        "speedup over writing the same answers at one token per forward."
     )
     parts = ["### The same decoding on TPUs", prose(about)]
     for topology in dict.fromkeys(record["topology"] for record in results.tpu_estimates):
@@ -275,8 +274,9 @@ def _bits(runs: Sequence[Trained]) -> list[str]:
         for system, own in means.items()
     ]
     about = (
-        "Bits per byte of held-out answers, given their prompts, by tokens of training; the mean of the seeds. Exact "
-        "where a system writes token by token or slot by slot, in reading order; ≤ marks a bound, by one draw per text."
+        "Bits per byte of held-out answers, given their prompts, after a number of training tokens; mean over the "
+        "seeds. Exact for systems that write token by token or slot by slot, in reading order; ≤ marks an estimate of "
+        "an upper bound, from one random draw per text."
     )
     last = {system: own[max(own)] for system, own in means.items()}
     best = min(last, key=last.get)
@@ -301,7 +301,7 @@ def _sweep(trials: Sequence[Trained]) -> list[str]:
         for t in trials
     ]
     why = (
-        "A short run for each rate; the least held-out loss decides. Where the highest or the lowest rate is best, "
-        "the search goes on. Losses of different systems do not compare."
+        "A short run for each rate; the lowest held-out loss decides. If the highest or the lowest rate is best, "
+        "further ones are tried. Losses of different systems do not compare."
     )
     return ["### Learning rates", prose(why), table(("system", "learning rate", "held-out loss"), rows)]
