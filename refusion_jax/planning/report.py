@@ -7,7 +7,7 @@ from pathlib import Path
 
 import jax
 import ml_collections
-from rich.table import Table
+from rich.table import Column, Table
 
 from refusion_jax.cli.errors import UserError, first_line
 from refusion_jax.config.model import model_config
@@ -182,35 +182,34 @@ def to_table(r: dict) -> Table:
     slices = f"{r['slices']} slices of " if r["slices"] > 1 else ""
     title = f"{r['what']} on {slices}{r['topology']}: {r['chips']} chips{f' ({split})' if split else ''}"
     where = "one chip" if r["devices"] == r["chips"] else "one device, half a chip"
-    table = Table(title=title, title_justify="left")
-    table.add_column(f"{where}, {'prefill and one forward' if r['what'] == 'decode' else 'one step'}")
-    table.add_column("", justify="right")
+    what = "prefill and one forward" if r["what"] == "decode" else "one step"
+    table = Table(f"{where}, {what}", Column(justify="right"), title=title, title_justify="left")
     for label, value in _rows(r):
-        if value:  # known for this kind of plan
-            table.add_row(label, value)
+        table.add_row(label, value)
     return table
 
 
-def _rows(r: dict) -> Iterator[tuple[str, str | bool | float]]:
-    """(label, value) of each row; the value is falsy if it is not known for this plan."""
-    is_sparse = r.get("weights", 0) > r.get("active_weights", 0)
-    state = "state" if r["what"] == "train" else "weights and prompts"
-    has_state, is_decode, has_mfu = "state_gib" in r, r["what"] == "decode", "mfu" in r
-    yield "rows x tokens, of a chip", "rows_per_chip" in r and f"{r['rows_per_chip']:g} x {r['row_length']:,}"
-    used = is_sparse and f"{r['weights'] / 1e9:.3g} G, {r['active_weights'] / 1e9:.3g} G"
-    yield "weights, those that a token uses", used
-    yield state, has_state and f"{r['state_gib']:.2f} GiB"
-    yield "activations, gradients and buffers", has_state and f"{r['activations_gib']:.2f} GiB"
+def _rows(r: dict) -> Iterator[tuple[str, str]]:
+    """(label, value) of each row."""
+    is_train, is_dump = r["what"] == "train", r["what"] == "program"
+    if not is_dump:
+        yield "rows x tokens, of a chip", f"{r['rows_per_chip']:g} x {r['row_length']:,}"
+        if is_train and r["weights"] > r["active_weights"]:  # a mixture of experts
+            yield "weights, those that a token uses", f"{r['weights'] / 1e9:.3g} G, {r['active_weights'] / 1e9:.3g} G"
+        yield "state" if is_train else "weights and prompts", f"{r['state_gib']:.2f} GiB"
+        yield "activations, gradients and buffers", f"{r['activations_gib']:.2f} GiB"
     yield "peak HBM", f"{r['peak_hbm_gib']:.2f} of {r['hbm_limit_gib']:.2f} GiB"
     yield "verdict", f"fits, {r['headroom_gib']:.2f} GiB to spare" if r["fits"] else "DOES NOT FIT"
-    yield "offloaded to the host", r["host_gib"] and f"{r['host_gib']:.2f} GiB"
+    if r["host_gib"]:
+        yield "offloaded to the host", f"{r['host_gib']:.2f} GiB"
     yield "FLOPs", f"{r['flops_per_chip']:.3g}"
     yield "HBM traffic", _bytes(r["hbm_bytes_per_chip"])
     yield "received from other chips", _bytes(r["collective_bytes_per_chip"])
     for c in r["collectives"]:
-        how = ", fused with arithmetic" if c["fused"] else ", overlapped" if c["overlapped"] else ""
-        yield f"  {c['kind']} x {c['count']:,.0f}, {c['over']}{how}", c["bytes"] >= 1e6 and _bytes(c["bytes"])
-    if is_decode:
+        if c["bytes"] >= 1e6:
+            how = ", fused with arithmetic" if c["fused"] else ", overlapped" if c["overlapped"] else ""
+            yield f"  {c['kind']} x {c['count']:,.0f}, {c['over']}{how}", _bytes(c["bytes"])
+    if r["what"] == "decode":
         yield "prefill and one forward, at least (not calibrated)", _seconds(r["prefill_and_forward_seconds"])
         yield "one forward: HBM traffic", _bytes(r["forward_hbm_bytes_per_chip"])
         yield "one forward, at least (not calibrated)", _seconds(r["forward_seconds"])
@@ -223,9 +222,10 @@ def _rows(r: dict) -> Iterator[tuple[str, str | bool | float]]:
         yield "  of which nothing hides", _seconds(r["waiting_seconds"])
         yield "all of it at the peaks: the roofline", _seconds(r["roofline_seconds"])
         yield "estimated step", "{:.3g} to {:.3g} s".format(*r["step_seconds_range"])
-        yield "estimated MFU (attention counted where a key is seen)", has_mfu and f"{r['mfu']:.1%}"
-        yield "estimated tokens per day, all chips", has_mfu and f"{r['tokens_per_day'] / 1e9:,.2f} G"
-    if "libtpu" in r:
+    if is_train:
+        yield "estimated MFU (attention counted where a key is seen)", f"{r['mfu']:.1%}"
+        yield "estimated tokens per day, all chips", f"{r['tokens_per_day'] / 1e9:,.2f} G"
+    if not is_dump:
         cpu = f", {r['compile_cpu_seconds']:.0f} CPU s" if r["compile_cpu_seconds"] else ""
         how = " up to the buffer assignment" if r["memory_only"] else ""
         yield f"compiled{how} by libtpu {r['libtpu']}", f"{r['compile_seconds']:.1f} s{cpu}"
