@@ -10,19 +10,26 @@ import sys
 import tomllib
 from types import SimpleNamespace
 
+import jax.numpy as jnp
 import pytest
 from conftest import ROOT, config_with, refused, run
 from helpers import config_of_mine, load_config, wait_until
 from test_costs import LOOP
 
 from refusion_jax import UserError
+from refusion_jax.checkpoints.run_directory import write_model_config
+from refusion_jax.checkpoints.weights import save_params
+from refusion_jax.config import make_objective
+from refusion_jax.config.model import model_config
 from refusion_jax.distributed.chips import find_chip
 from refusion_jax.distributed.topology import NAMES, topology_of
 from refusion_jax.distributed.xla_options import LIBTPU, version_mismatch
-from refusion_jax.planning.compiler import libtpu_version, prepare_environment
+from refusion_jax.planning import hlo
+from refusion_jax.planning.compiler import Compiled, libtpu_version, prepare_environment
 from refusion_jax.planning.fastest import faster_settings
-from refusion_jax.planning.report import to_table
+from refusion_jax.planning.report import plan_train, to_table
 from refusion_jax.planning.search import search
+from refusion_jax.systems.interface import train_flops_per_row
 
 needs_topologies = pytest.mark.skipif(
     importlib.util.find_spec("libtpu") is None, reason="needs the TPU compiler: pip install libtpu (Linux)"
@@ -136,6 +143,21 @@ def test_the_compiler_ends_with_the_command_that_is_killed(tmp_path):
     command.kill()
     command.wait()
     wait_until(lambda: not list(tmp_path.glob("plan-*")), seconds=60)  # the last that the child does
+
+
+@needs_topologies
+def test_of_a_model_that_is_read_the_forward_pass_counts(tmp_path, monkeypatch):
+    """A third of what training counts for one of the same shape."""
+    config = config_with(objective="dflash", batch_size=8, **{"dflash.reads": str(tmp_path)})
+    shape = model_config(config)
+    write_model_config(tmp_path, shape)
+    save_params(tmp_path, {"nothing": jnp.zeros(1)})
+    compiled = Compiled(1, 1, 1, 0, hlo.parse(LOOP), seconds=0, cpu_seconds=None, overrun="")
+    monkeypatch.setattr("refusion_jax.planning.report.compile_program", lambda *_: compiled)
+    prepare_environment()
+    record = plan_train(config, "v5e:2x2", 1, memory_only=True)
+    trained = train_flops_per_row(make_objective(config, 0), shape, config.row_length)
+    assert record["model_flops_per_chip"] == pytest.approx(8 / 4 * trained * 4 / 3)
 
 
 @needs_topologies

@@ -5,6 +5,7 @@ import re
 import sys
 
 import jax
+import jax.numpy as jnp
 import pytest
 from conftest import MASK, PROMPTS, ROOT, config_with, run, settings, sharp_model
 from helpers import config_of_mine
@@ -13,8 +14,11 @@ from test_systems import ROWS
 from refusion_jax import UserError, decode
 from refusion_jax.cli.settings import setting
 from refusion_jax.config import default_config, make_objective
+from refusion_jax.decoding import queue
+from refusion_jax.decoding.requests import prepare
 from refusion_jax.decoding.settings import Settings
 from refusion_jax.systems import registry
+from refusion_jax.systems.api import stream
 from refusion_jax.systems.interface import System
 
 
@@ -209,6 +213,23 @@ def test_a_decoder_whose_steps_are_wrong_is_refused_by_its_name(monkeypatch, cha
     registry.register(System("odd", None, {"odd": Odd}, {"odd": ar.references["ar"]}))
     with pytest.raises(UserError, match=why):
         decode(sharp_model(), PROMPTS[:2], settings("odd"))
+
+
+def test_a_decoder_that_commits_nothing_for_long_is_not_ended_early_where_its_passes_are_recorded(monkeypatch):
+    """A recorded run is shorter than it is asked to be: only the passes that were made count."""
+    ar = registry.systems()["ar"]
+
+    class Slow(ar.decoders["ar"]):
+        def step(self, model, state):
+            begins, waits = state.forwards[0] >= 40, state.replace(forwards=state.forwards + 1)
+            return jax.tree.map(lambda x, y: jnp.where(begins, x, y), super().step(model, state), waits)
+
+    monkeypatch.setattr(registry, "_registered", {})
+    registry.register(System("slow", None, {"slow": Slow}, {"slow": ar.references["ar"]}))
+    monkeypatch.setattr(queue, "_IDLE", 56)
+    model, own = sharp_model(), settings("slow")
+    ((_, answer),) = stream(model, prepare(PROMPTS[:1], own, model.config), record=lambda *_: None)
+    assert answer.forwards > 40
 
 
 def test_a_decoder_that_begins_with_no_state_is_refused_by_its_name(monkeypatch):
