@@ -182,7 +182,7 @@ def check_requests(lm: EvaluatedModel, plan: Plan, tasks: Sequence[Task | Group]
     Only the shapes of the weights are needed. Raises UserError if the model cannot serve a request, or the kernel does
     not support the sandbox.
     """
-    rehearsal = _Rehearsal(lm)
+    rehearsal = _Rehearsal(lm := _with_settings(lm, tasks))
     for some in tasks:
         try:
             _ask(lm, plan, [some], rehearsal)
@@ -194,11 +194,15 @@ def check_requests(lm: EvaluatedModel, plan: Plan, tasks: Sequence[Task | Group]
     return key_of(rehearsal.asked)
 
 
+def _with_settings(lm: EvaluatedModel, tasks: Sequence[Task | Group]) -> EvaluatedModel:
+    """The model, not asked anything yet, with the decode settings in the metadata of the tasks' files."""
+    metadata = {task.config.task: task.config.metadata for task in members(tasks)}
+    own = {name: some.get("decode", {}) for name, some in metadata.items() if isinstance(some, dict)}
+    return dataclasses.replace(lm, task_settings=own)
+
+
 def _ask(lm: EvaluatedModel, plan: Plan, tasks: Sequence[Task | Group], rehearsal: LM | None = None) -> dict[str, Any]:
     """The results of lm_eval. A `rehearsal` is asked in place of the model, and then no generated code is run."""
-    for task in members(tasks):
-        metadata = task.config.metadata or {}
-        lm.task_settings[task.config.task] = metadata.get("decode", {}) if isinstance(metadata, dict) else {}
     executes = any(getattr(task, "UNSAFE_CODE", False) for task in members(tasks))
     with sandbox.allow(plan.unsafe, rehearsal is not None) if executes else contextlib.nullcontext():
         return lm_eval.simple_evaluate(
@@ -221,8 +225,7 @@ def _manager() -> TaskManager:
 
 def run_tasks(lm: EvaluatedModel, plan: Plan, tasks: Sequence[Task | Group]) -> dict[str, Any]:
     """The results of lm_eval, with `samples`, and the cost of decoding as `decoding`; UserError as `check_requests`."""
-    lm.asked.clear()
-    results = _ask(lm, plan, tasks)
+    results = _ask(lm := _with_settings(lm, tasks), plan, tasks)
     for name, samples in results["samples"].items():
         for sample in samples:
             sample["decoding"] = [

@@ -8,7 +8,7 @@ import collections
 import dataclasses
 import hashlib
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -66,6 +66,7 @@ class EvaluatedModel(TemplateLM):
     scoring: dict[str, Any] | None = None  # slot_size, order, draws and seed of `likelihoods`, unless default
     alive: Callable[[], None] = lambda: None  # called after every answer
     played: int = 0  # number of problems per task whose decoding is recorded, for a page
+    task_settings: Mapping[str, dict[str, Any]] = dataclasses.field(default_factory=dict)  # of decoding, by task
 
     def __post_init__(self):
         super().__init__()
@@ -76,7 +77,6 @@ class EvaluatedModel(TemplateLM):
         self._identity = [self.name, self.fingerprint, tokenizer_hash(self.tokenizer)]
         self.known: dict[str, dict[str, Any]] = self.journal.records
         self.known_before = set(self.known)
-        self.task_settings: dict[str, dict[str, Any]] = {}  # by task; from the metadata of its file
         # Requested samples, by task and number of the problem.
         self.asked: dict[str, dict[int, list[Sample]]] = collections.defaultdict(lambda: collections.defaultdict(list))
 
