@@ -28,7 +28,9 @@ from refusion_jax.data.fast_tokenizer import load_tokenizer_file, tokenizer_hash
 from refusion_jax.data.tokenizer import SentencePieceTokenizer
 from refusion_jax.distributed import sharding
 from refusion_jax.model import huggingface
+from refusion_jax.model.flops import weights_in_layers
 from refusion_jax.model.lora import INPUTS, Lora, add_adapters
+from refusion_jax.systems.interface import train_flops_per_row
 from refusion_jax.training.program import train_program
 
 
@@ -374,6 +376,9 @@ def test_only_what_is_trained_has_optimizer_state_and_float32_and_all_of_it_is_s
     assert {x.dtype for x in jax.tree.leaves(state.frozen)} == {jnp.dtype("bfloat16")}
     trained, moments = (sum(x.size for x in jax.tree.leaves(t)) for t in (state.params, state.opt_state))
     assert 2 * trained <= moments < 2 * trained + 8  # two moments of each, and a few counters
+    products = weights_in_layers(shape, 0) + shape.vocab_size * shape.hidden_size
+    no_gradient = 32 * 2 * products  # of the weights, for the 32 tokens of a row
+    assert program.flops_per_row == train_flops_per_row(program.objective, shape, 32) - no_gradient
 
     def where(tree):
         return jax.tree.map(lambda x: (x.shape, x.sharding.is_fully_replicated), tree)

@@ -6,15 +6,18 @@ Axes: D hidden size, N query heads, K key/value heads, H head size.
 from refusion_jax.model.shape import ModelConfig
 
 
-def train_flops_per_token(c: ModelConfig, keys_seen: float) -> float:
+def train_flops_per_token(c: ModelConfig, keys_seen: float, is_frozen: bool = False) -> float:
     """FLOPs of forward and backward for one token: 3 x those of the forward pass, without recomputation (remat).
+
+    With `is_frozen`, only adapters are trained: products with weights count twice, as the weights get no gradient.
 
     The forward pass takes 2 for every weight in a matrix product (not the embedding look-up; of experts, only those of
     the token), and for attention 2 N H (scores) + 2 N H (values) for every key that a query sees; with causal attention
     these are (T + 1) / 2 keys on average (`Pattern.keys_seen`).
     """
     attention = 4 * c.num_hidden_layers * c.num_attention_heads * c.head_dim * keys_seen
-    return 3.0 * (2 * weights_in_layers(c, c.num_experts_per_tok) + attention + 2 * c.hidden_size * c.vocab_size)
+    products = 2 * weights_in_layers(c, c.num_experts_per_tok) + 2 * c.hidden_size * c.vocab_size
+    return (2.0 if is_frozen else 3.0) * products + 3.0 * attention
 
 
 def weights_in_layers(c: ModelConfig, experts: float) -> float:

@@ -167,10 +167,10 @@ class System:
         return declared(self.objective) if self.objective else {}
 
 
-def train_flops_per_row(objective: Objective, model: ModelConfig, row_length: int) -> float:
+def train_flops_per_row(objective: Objective, model: ModelConfig, row_length: int, is_frozen: bool = False) -> float:
     """FLOPs of forward and backward on one row of T tokens, counted as in `train_flops_per_token`.
 
     As is usual, the output head counts for every input token, although the step computes logits only at labels.
     """
     length = objective.input_length(row_length)
-    return length * train_flops_per_token(model, objective.pattern.keys_seen(length))
+    return length * train_flops_per_token(model, objective.pattern.keys_seen(length), is_frozen)

@@ -84,7 +84,8 @@ def _estimate(data: PreparedRows, tokenizer: Tokenizer, config: ml_collections.C
     adopt_shape(config)
     adopt_steps(config, len(data))
     model, row_length = model_config(config, tokenizer), data.row_length
-    flops = train_flops_per_row(make_objective(config, tokenizer.mask_id), model, row_length)
+    objective = make_objective(config, tokenizer.mask_id)
+    flops = train_flops_per_row(objective, model, row_length, is_frozen=config.lora.rank > 0)
     epoch = flops * len(data)
     rows = [
         ("parameters", f"{count_weights(model)[0]:,.0f}"),

@@ -119,6 +119,6 @@ def train_program(config: ml_collections.ConfigDict, shape: ModelConfig, mesh: M
         lora=lora,
         graphdef=graphdef,
         objective=objective,
-        flops_per_row=train_flops_per_row(objective, shape, config.row_length)
+        flops_per_row=train_flops_per_row(objective, shape, config.row_length, is_frozen=lora is not None)
         + (train_flops_per_row(objective, read, config.row_length) / 3 if read else 0.0),
     )
