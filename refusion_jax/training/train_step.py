@@ -7,7 +7,6 @@ Axes: B rows of the global batch, A micro-batches, T row length, V vocabulary.
 """
 
 import dataclasses
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -18,11 +17,12 @@ from flax import nnx, struct
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, ArrayLike, Bool, Float32, Int32, UInt32
 
-from refusion_jax.batch.batch import is_labelled, weigh
+from refusion_jax.batch.batch import Batch, is_labelled, weigh
 from refusion_jax.batch.rows import Rows, noise_keys
 from refusion_jax.distributed import sharding
 from refusion_jax.model.experts import balance
 from refusion_jax.model.lora import combine
+from refusion_jax.model.transformer import Transformer
 from refusion_jax.systems.interface import Objective
 
 SPIKE_AFTER = 20  # good steps before spikes are detected
@@ -84,9 +84,9 @@ def _replicate(value: float, target: jax.ShapeDtypeStruct) -> jax.Array:
 
 def init_state(params: dict, optimizer: optax.GradientTransformation, frozen: dict | None = None) -> TrainState:
     """The state before the first step."""
-    zero = functools.partial(jnp.zeros, (), jnp.int32)  # separate arrays, because the state is donated buffer by buffer
-    guard = Guard(jnp.zeros(()), zero(), zero(), zero())
-    return TrainState(zero(), jnp.zeros((2,), jnp.uint32), params, optimizer.init(params), guard, frozen or {})
+    step, *counts = (jnp.zeros((), jnp.int32) for _ in range(4))  # not one array: the state is donated buffer by buffer
+    guard = Guard(jnp.zeros(()), *counts)
+    return TrainState(step, jnp.zeros((2,), jnp.uint32), params, optimizer.init(params), guard, frozen or {})
 
 
 def state_shardings(mesh: Mesh, axes: dict, abstract: TrainState) -> TrainState:
@@ -132,85 +132,85 @@ def make_train_step(
     spike: float = 0.0,
     debug_nans: bool = False,
 ) -> Callable[[TrainState, Rows], tuple[TrainState, dict[str, Any]]]:
-    """Builds the step.
+    """Builds the step, which runs A = `accumulation` forward and backward passes over B/A rows each.
 
-    A step whose loss or gradient is not finite, whose loss is a spike, or whose batch has invalid token ids, leaves
-    weights and optimizer as they are.
-
-    Args:
-      graphdef: of the transformer; the state carries its weights.
-      objective, optimizer, seed, schedule: of the run; the schedule is only for the metrics.
-      accumulation: A; the step runs A forward and backward passes over B/A rows each.
-      spike: a loss above this multiple of its running mean is a spike; 0: never.
-      debug_nans: adds `finite` to the metrics, whether each weight, gradient and update is finite.
+    A step whose loss or gradient is not finite, whose loss is a spike (above `spike` times its running mean; 0: never),
+    or whose batch has invalid token ids, leaves weights and optimizer as they are. `schedule` is only for the metrics,
+    to which `debug_nans` adds `finite`: whether each weight, gradient and update is.
     """
 
-    def loss_fn(params, frozen, batch, counts=None):
-        model = nnx.merge(graphdef, combine(params, frozen))
-        ce, load = model.cross_entropy(batch)
-        terms = weigh(ce, batch)
-        loss = sum(objective.coefficients[name] * term for name, term in terms.items())
-        if load and (coefficient := model.config.router_aux_loss_coef):
-            share = balance(load.counts if counts is None else counts, model.config.num_experts_per_tok)
-            terms["router"] = jnp.sum(share * load.probabilities)
-            loss += coefficient * terms["router"]
-        return loss, terms
-
-    def expert_counts(weights, batch):
-        """Tokens per expert in the whole batch, which the gradient of each micro-batch needs; one more forward pass."""
-        model = nnx.merge(graphdef, weights)
-        if not (model.config.num_experts and model.config.router_aux_loss_coef):
-            return None
-        some = (batch.inputs, batch.positions, batch.visibility)
-        counts = jax.lax.map(
-            lambda micro: model.hidden_and_load(*micro)[1].counts, sharding.split_batch(some, accumulation)
-        )
-        return jnp.sum(counts, axis=0)
-
     def train_step(state: TrainState, rows: Rows):
-        batch = objective.batch(rows, noise_keys(seed, state.step, rows.tokens.shape[0]))
-        batch = batch.replace(diagnostics={})  # only needed for reports
-        V = nnx.merge(graphdef, state.weights).config.vocab_size
-        # Ids outside the vocabulary would silently be read, and learnt, as other tokens.
-        is_invalid = (batch.inputs % V != batch.inputs) | is_labelled(batch) & (batch.labels % V != batch.labels)
-
-        grad_fn = jax.value_and_grad(loss_fn, has_aux=True)
-        if accumulation == 1:
-            (loss, terms), grads = grad_fn(state.params, state.frozen, batch)
-        else:
-            counts = expert_counts(state.weights, batch)
-
-            def add(total, micro):
-                return jax.tree.map(jnp.add, total, grad_fn(state.params, state.frozen, micro, counts)), None
-
-            zeros = jax.tree.map(jnp.zeros_like, jax.eval_shape(grad_fn, state.params, state.frozen, batch, counts))
-            (loss, terms), grads = jax.lax.scan(add, zeros, sharding.split_batch(batch, accumulation))[0]
-
+        batch = objective.batch(rows, noise_keys(seed, state.step, rows.tokens.shape[0])).replace(diagnostics={})
+        (loss, terms), grads = _gradient(graphdef, objective, state, batch, accumulation)
+        grad_norm = optax.tree.norm(grads)
+        invalid_ids = _invalid_ids(batch, nnx.merge(graphdef, state.weights).config.vocab_size)
+        is_good = jnp.isfinite(loss) & jnp.isfinite(grad_norm) & (invalid_ids == 0)
+        if spike:
+            is_good &= (state.guard.good < SPIKE_AFTER) | (loss <= spike * state.guard.loss_mean)
         updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
+        new, old = (optax.apply_updates(state.params, updates), opt_state), (state.params, state.opt_state)
+        params, opt_state = jax.tree.map(lambda new, old: jnp.where(is_good, new, old), new, old)
+        tokens, guard = add_wide(state.tokens, jnp.sum(rows.segment_ids > 0)), state.guard.after(is_good, loss)
         metrics = {
             "loss": loss,
             **{f"loss_{name}": term for name, term in terms.items()},
-            "grad_norm": optax.tree.norm(grads),
+            "grad_norm": grad_norm,
             "learning_rate": schedule(state.step - state.guard.skipped),  # the optimizer does not count skipped ones
-            "tokens": add_wide(state.tokens, jnp.sum(rows.segment_ids > 0)),
-            "invalid_ids": jnp.sum(is_invalid),
+            "tokens": tokens,
+            "invalid_ids": invalid_ids,
+            "skipped": guard.skipped,
+            "in_a_row": guard.in_a_row,
         }
-        params = optax.apply_updates(state.params, updates)
         if debug_nans:
             trees = {"weight": state.params, "gradient": grads, "update": updates}
             metrics["finite"] = jax.tree.map(lambda x: jnp.all(jnp.isfinite(x)), trees)
-
-        is_good = jnp.isfinite(loss) & jnp.isfinite(metrics["grad_norm"]) & (metrics["invalid_ids"] == 0)
-        if spike:
-            is_good &= (state.guard.good < SPIKE_AFTER) | (loss <= spike * state.guard.loss_mean)
-        params, opt_state = jax.tree.map(
-            lambda new, old: jnp.where(is_good, new, old), (params, opt_state), (state.params, state.opt_state)
-        )
-        guard = state.guard.after(is_good, loss)
-        metrics |= {"skipped": guard.skipped, "in_a_row": guard.in_a_row}
-        return TrainState(state.step + 1, metrics["tokens"], params, opt_state, guard, state.frozen), metrics
+        return TrainState(state.step + 1, tokens, params, opt_state, guard, state.frozen), metrics
 
     return train_step
+
+
+def _gradient(graphdef: nnx.GraphDef, objective: Objective, state: TrainState, batch: Batch, accumulation: int) -> Any:
+    """((loss, its terms), gradient of the trained weights) of a batch, summed over its micro-batches."""
+
+    def loss_fn(params, micro, counts=None):
+        return _loss(nnx.merge(graphdef, combine(params, state.frozen)), objective, micro, counts)
+
+    grad_fn = jax.value_and_grad(loss_fn, has_aux=True)
+    if accumulation == 1:
+        return grad_fn(state.params, batch)
+    micros = sharding.split_batch(batch, accumulation)
+    counts = _expert_counts(nnx.merge(graphdef, state.weights), micros)
+
+    def add(total, micro):
+        return jax.tree.map(jnp.add, total, grad_fn(state.params, micro, counts)), None
+
+    zeros = jax.tree.map(jnp.zeros_like, jax.eval_shape(grad_fn, state.params, batch, counts))
+    return jax.lax.scan(add, zeros, micros)[0]
+
+
+def _loss(model: Transformer, objective: Objective, batch: Batch, counts: Array | None) -> tuple[Array, dict]:
+    """(loss, its terms); `counts` are the tokens per expert of the whole batch, if this is a micro-batch."""
+    ce, load = model.cross_entropy(batch)
+    terms = weigh(ce, batch)
+    loss = sum(objective.coefficients[name] * term for name, term in terms.items())
+    if load and (coefficient := model.config.router_aux_loss_coef):
+        share = balance(load.counts if counts is None else counts, model.config.num_experts_per_tok)
+        terms["router"] = jnp.sum(share * load.probabilities)
+        loss += coefficient * terms["router"]
+    return loss, terms
+
+
+def _expert_counts(model: Transformer, micros: Batch) -> Array | None:
+    """Tokens per expert in the whole batch, which the gradient of each micro-batch needs; one more forward pass."""
+    if not (model.config.num_experts and model.config.router_aux_loss_coef):
+        return None
+    inputs = micros.inputs, micros.positions, micros.visibility
+    return jnp.sum(jax.lax.map(lambda micro: model.hidden_and_load(*micro)[1].counts, inputs), axis=0)
+
+
+def _invalid_ids(batch: Batch, V: int) -> Int32[Array, ""]:
+    """How many ids are outside the vocabulary: they would silently be read, and learnt, as other tokens."""
+    return jnp.sum((batch.inputs % V != batch.inputs) | is_labelled(batch) & (batch.labels % V != batch.labels))
 
 
 def add_wide(words: UInt32[Array, "2"], count: Int32[Array, ""]) -> UInt32[Array, "2"]:
