@@ -32,10 +32,10 @@ from refusion_jax.checkpoints.directory import is_complete, saved_steps
 from refusion_jax.checkpoints.lock import check_free, locked
 from refusion_jax.cli import command, flag_values
 from refusion_jax.cli.errors import UserError, naming, needs
-from refusion_jax.config import CHANGEABLE, check, check_mesh, check_stores, help_texts
+from refusion_jax.config import check, check_mesh, check_stores, help_texts
 from refusion_jax.config.keys import keys
 from refusion_jax.config.model import adopt_shape, adopt_steps, check_fits, find_target_model, model_config
-from refusion_jax.config.run_config import check_same_run
+from refusion_jax.config.run_config import CHANGEABLE, check_same_run
 from refusion_jax.data.dataset import load_dataset
 from refusion_jax.distributed import compiled_code, host, processes, sharding, xla_options
 from refusion_jax.distributed.preemption import EXIT_CODE, Preemption

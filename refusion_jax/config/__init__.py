@@ -60,16 +60,6 @@ def make_objective(config: ml_collections.ConfigDict, mask_id: int, eos_id: int 
 
 flatten = functools.partial(flatten_dict, sep=".")  # {dotted key: value} of a nested dict
 
-# May differ when a run is resumed: how it runs, and for how long (`steps` also stretches the rest of the schedule).
-RESUMABLE = (
-    *("accumulation", "remat", "log_every", "tracker", "profile_steps", "mesh", "checkpoint", "steps", "epochs"),
-    *("guard", "debug_nans", "compilation_cache", "eval"),
-)
-# May differ as well if --allow_change names them: they change what the rest of the run learns.
-CHANGEABLE = (
-    *("learning_rate", "schedule", "warmup_steps", "decay_steps", "final_lr_ratio", "weight_decay", "clip_norm"),
-    "data",
-)
 # Keys that have an effect only with another one: the condition in words, and whether a config fulfils it.
 _NEEDS = {
     "decay_steps": ("schedule=wsd", lambda c: c.schedule == "wsd"),
@@ -190,11 +180,9 @@ def check_mesh(c: ml_collections.ConfigDict, mesh: jax.sharding.Mesh) -> None:
         if size % parts:
             names = " x ".join(f"mesh.{name}" for name in sharding.RULES[axis])
             names += " x accumulation" if each > 1 else ""
-            most = max(n for n in range(1, parts) if size % n == 0)
-            why = (
-                f"does not divide into {parts} parts ({names}); the next size that does is {-(-size // parts) * parts}"
-            )
-            _refuse(c, key, f"{why}, and the nearest mesh has {most} parts there")
+            fewer, larger = max(n for n in range(1, parts) if size % n == 0), -(-size // parts) * parts
+            why = f"does not divide into {parts} parts ({names}); the next size that does is {larger}"
+            _refuse(c, key, f"{why}, and the nearest mesh has {fewer} parts there")
 
 
 def _get(c: ml_collections.ConfigDict, key: str) -> Any:

@@ -11,7 +11,7 @@ from etils import epath
 from refusion_jax.checkpoints.run_directory import write_model_config
 from refusion_jax.cli.errors import UserError, first_line
 from refusion_jax.cli.paths import is_remote
-from refusion_jax.config import CHANGEABLE, RESUMABLE, default_config, flatten
+from refusion_jax.config import default_config, flatten
 from refusion_jax.config.keys import keys
 from refusion_jax.data.interface import Tokenizer
 from refusion_jax.data.manifest import is_prepared
@@ -19,6 +19,17 @@ from refusion_jax.distributed.json_files import read_json
 from refusion_jax.distributed.storage import write_file
 from refusion_jax.model.shape import ModelConfig
 from refusion_jax.systems.registry import find_system
+
+# May differ when a run is resumed: how it runs, and for how long (`steps` also stretches the rest of the schedule).
+RESUMABLE = (
+    *("accumulation", "remat", "log_every", "tracker", "profile_steps", "mesh", "checkpoint", "steps", "epochs"),
+    *("guard", "debug_nans", "compilation_cache", "eval"),
+)
+# May differ as well if --allow_change names them: they change what the rest of the run learns.
+CHANGEABLE = (
+    *("learning_rate", "schedule", "warmup_steps", "decay_steps", "final_lr_ratio", "weight_decay", "clip_norm"),
+    "data",
+)
 
 
 def check_same_run(
