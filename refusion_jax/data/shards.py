@@ -151,49 +151,49 @@ class Worker:
                 )
                 yield part.source, filtered_out(example, "blocked_url") if is_blocked else example
 
+    def _judged(
+        self, chunk: list[InputSplit], repeated: set[int]
+    ) -> Iterator[tuple[str, Example | Bad, Example | Bad]]:
+        """(source, example, what the filters make of it); Bad if its number, plain or plus NEAR, is in `repeated`."""
+        number, near, settings = 0, None, self._settings
+        for source, example in self._examples(chunk):
+            outcome = example
+            if isinstance(example, Example):
+                if number | NEAR in repeated:
+                    near = example.where  # and the answers that follow in this conversation
+                if number in repeated:
+                    outcome = filtered_out(example, "duplicate")
+                elif example.where == near:
+                    outcome = filtered_out(example, "near_duplicate")
+                elif self._filters or settings.min_tokens or settings.max_tokens:
+                    outcome = self._filters(example)
+                number += 1
+            yield source, example, outcome
+
     def _documents(
         self, chunk: list[InputSplit], repeated: set[int], report: Report, drop: Callable[[Bad], object]
     ) -> Iterator[tuple[str, Document]]:
-        """(split, document) of a chunk, without the examples whose numbers, plain or plus NEAR, are in `repeated`.
+        """(split, document) of a chunk, without the examples in `repeated`, see `_judged`.
 
         `report` counts the outcomes of all examples; `drop` gets some of those left out on purpose, of each kind.
         """
         drops, sources, languages, lengths = (collections.Counter() for _ in range(4))
-        number, settings, near = 0, self._settings, None
-
-        def left(example: Example, number: int) -> Example | Bad:
-            nonlocal near
-            if number | NEAR in repeated:
-                near = example.where  # and the answers that follow in this conversation
-            if number in repeated:
-                return filtered_out(example, "duplicate")
-            if example.where == near:
-                return filtered_out(example, "near_duplicate")
-            return self._filters(example) if self._filters or settings.min_tokens or settings.max_tokens else example
-
-        for batch in batches(self._examples(chunk), lambda item: getattr(item[1], "characters", 0)):
+        settings = self._settings
+        for batch in batches(self._judged(chunk, repeated), lambda item: getattr(item[1], "characters", 0)):
             report.examples += len(batch)
-            bad, kept = [], []
-            for source, example in batch:
-                outcome = example
-                if isinstance(example, Example):
-                    outcome = left(example, number)
-                    number += 1
-                if isinstance(outcome, Bad):
-                    bad.append(outcome)
-                else:
-                    kept.append((source, _split(example, settings.held_out), outcome))
-            made = tokenize([example for *_, example in kept], self._tokenizer, settings.row_length, _SLICE)
-            for (source, split, example), document in zip(kept, made, strict=True):
+            bad = [outcome for *_, outcome in batch if isinstance(outcome, Bad)]
+            kept = [item for item in batch if isinstance(item[2], Example)]
+            made = tokenize([outcome for *_, outcome in kept], self._tokenizer, settings.row_length, _SLICE)
+            for (source, example, outcome), document in zip(kept, made, strict=True):
                 if settings.leaves_out(document):
-                    document = filtered_out(example, "length")
+                    document = filtered_out(outcome, "length")
                 if isinstance(document, Bad):
                     bad.append(document)
                     continue
                 sources[source] += len(document)
                 lengths[(len(document) - 1).bit_length()] += 1
-                languages[example.language] += 1
-                yield split, document
+                languages[outcome.language] += 1
+                yield _split(example, settings.held_out), document
             for each in bad:
                 drops[each.kind] += 1
                 if not each.by_filter:
