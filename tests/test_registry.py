@@ -68,6 +68,14 @@ def undecorated(name: str) -> str:
             copy_of_llada("odd").replace("steps: int = setting(0,", "steps: tuple = setting((0, 1),"),
             "UserError: .*steps has no",
         ),
+        (
+            copy_of_llada("odd").replace('= {"mdm": 1.0}', '= ["mdm"]'),
+            "UserError: .*has coefficients of type list, not M",
+        ),
+        (
+            copy_of_llada("odd").replace("= BIDIRECTIONAL", '= "full"'),
+            "UserError: .*has pattern of type str, not Patter",
+        ),
         (undecorated("MaskedDiffusion(Objective)"), "UserError: .*its objective has no decorator @dataclass"),
         (undecorated("DiffusionSettings(shared"), "UserError: .*settings class of its decoder 'odd' has no decorator"),
     ],
