@@ -2,12 +2,8 @@ import ctypes
 import dataclasses
 import errno
 import functools
-import gc
-import os
 import random
-import re
 import shutil
-import threading
 from pathlib import Path
 
 import jax
@@ -21,8 +17,7 @@ from flax import nnx
 
 from refusion_jax import UserError
 from refusion_jax.checkpoints import checksums
-from refusion_jax.checkpoints import manager as checkpoints_module
-from refusion_jax.checkpoints.directory import TEMPORARY, find_step, is_complete, saved_steps
+from refusion_jax.checkpoints.directory import find_step, is_complete, saved_steps
 from refusion_jax.checkpoints.manager import Checkpoints
 from refusion_jax.checkpoints.weights import open_params, restore_params, save_params, stored_dtype
 from refusion_jax.cli.errors import Failure
@@ -280,91 +275,6 @@ def test_what_is_no_checkpoint_of_this_run_is_never_counted(tmp_path, damage):
     assert int(restored(tmp_path).step) == 3
 
 
-def test_a_full_disk_costs_a_warning_and_the_next_save_is_whole(tmp_path, full_disk, caplog, capfd):
-    with Checkpoints(tmp_path, 3) as checkpoints:
-        put(checkpoints, 1)
-        checkpoints.wait()
-        full_disk(1)
-        put(checkpoints, 2)
-        checkpoints.wait()
-        full_disk(-1)
-        put(checkpoints, 3)
-    gc.collect()  # of tasks that nobody has awaited asyncio logs the exception when they are collected
-    assert caplog.text.count("could not be written") == caplog.text.count("checkpoint 2 could not be written") == 1
-    assert "Traceback" not in caplog.text + capfd.readouterr().err
-    assert saved_steps(tmp_path) == [1, 3]
-    with Checkpoints(tmp_path, 3):  # what was being written when it failed is cleared away
-        assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["1", "3"]
-
-
-def test_too_many_failed_saves_stop_the_run_in_one_line(tmp_path, full_disk):
-    with Checkpoints(tmp_path, 3, failures=2) as checkpoints:
-        put(checkpoints, 1)
-        checkpoints.wait()
-        full_disk(1)
-        put(checkpoints, 2)
-        with pytest.raises(Failure, match=r"2 saves in a row have failed, .* \(from step 1\)") as stopped:
-            put(checkpoints, 3, last=True)
-        full_disk(-1)
-    assert "\n" not in str(stopped.value)
-    assert saved_steps(tmp_path) == [1]
-
-
-def test_a_failed_save_leaves_no_thread_that_waits(tmp_path, caplog, monkeypatch):
-    """A process ends when its threads do: one that stops because of its disk is not to stand still for minutes."""
-    before, mkdir = set(threading.enumerate()), os.mkdir
-
-    def refuse(path, *args, **kwargs):
-        if TEMPORARY in os.fspath(path):
-            raise OSError(errno.ENOSPC, "No inode is left")
-        mkdir(path, *args, **kwargs)
-
-    with Checkpoints(tmp_path, 3) as checkpoints:
-        with monkeypatch.context() as patched:
-            patched.setattr(os, "mkdir", refuse)
-            put(checkpoints, 1)
-            checkpoints.wait()
-        assert "checkpoint 1 could not be written: [Errno 28] No inode is left" in caplog.text
-        put(checkpoints, 2)
-    for thread in set(threading.enumerate()) - before:
-        if not re.search(r"_\d+$", thread.name):  # those of pools wait for work, and end when told to
-            threading.Thread.join(thread, 300)  # Orbax's own raises what the thread has met
-            assert not thread.is_alive(), thread
-    assert saved_steps(tmp_path) == [2]
-
-
-def test_a_directory_that_vanishes_costs_the_saves_until_it_is_back(tmp_path, caplog):
-    with Checkpoints(tmp_path, 3) as checkpoints:
-        put(checkpoints, 1)
-        checkpoints.wait()
-        (tmp_path / "checkpoints").rename(tmp_path / "away")
-        put(checkpoints, 2)
-        assert "has vanished" in caplog.text
-        assert not (tmp_path / "checkpoints").exists()
-        (tmp_path / "away").rename(tmp_path / "checkpoints")
-        put(checkpoints, 3, last=True)
-    assert saved_steps(tmp_path) == [1, 3]
-
-
-@pytest.mark.parametrize("broken", ["write_unlisted", "saved_steps", "remove_step"])
-def test_a_store_that_fails_after_a_whole_save_costs_a_warning(tmp_path, caplog, monkeypatch, broken):
-    """Errors of stores are none of the system's, and no reason to end a run: the checkpoint is there."""
-
-    def fail(*_):
-        raise RuntimeError("backend error, 503")
-
-    with Checkpoints(tmp_path, 1) as checkpoints:
-        put(checkpoints, 1, last=True)
-        with monkeypatch.context() as patched:
-            put(checkpoints, 2)
-            checkpoints._checkpointer.wait_until_finished()  # whose own lists are written by then
-            patched.setattr(checksums if broken == "write_unlisted" else checkpoints_module, broken, fail)
-            checkpoints.wait()
-        assert caplog.text.count("backend error, 503") == 1
-        put(checkpoints, 3, last=True)
-    assert saved_steps(tmp_path) == [3]
-
-
 @pytest.mark.parametrize(
     ("error", "raised"),
     [
@@ -384,25 +294,3 @@ def test_a_directory_that_cannot_be_listed_is_not_an_empty_one(tmp_path, monkeyp
         patched.setattr(type(epath.Path(tmp_path)), "iterdir", fail)
         with pytest.raises(raised, match="checkpoints cannot be read: "):
             checkpoints.restore(target(make_state(0)))
-
-
-def test_no_process_begins_a_save_where_another_cannot_write(tmp_path, caplog, monkeypatch):
-    with Checkpoints(tmp_path, 3) as checkpoints:
-        with monkeypatch.context() as patched:
-            patched.setattr(checkpoints_module, "first_fault", lambda fault: "the disk of another is full")
-            put(checkpoints, 1)
-        assert "checkpoint 1 could not be written: the disk of another is full" in caplog.text
-        assert not list((tmp_path / "checkpoints").iterdir())
-        put(checkpoints, 2, last=True)
-    assert saved_steps(tmp_path) == [2]
-
-
-def test_the_last_save_is_tried_a_few_times_and_not_for_ever(tmp_path, full_disk, monkeypatch):
-    monkeypatch.setattr(checkpoints_module, "PAUSE_SECONDS", 0.01)
-    with Checkpoints(tmp_path, 3, failures=1000) as checkpoints:
-        full_disk(1)
-        with pytest.raises(Failure, match="the last checkpoint, 1, could not be written in 4 attempts"):
-            put(checkpoints, 1, last=True)
-        full_disk(-1)
-        put(checkpoints, 1, last=True)
-    assert saved_steps(tmp_path) == [1]
