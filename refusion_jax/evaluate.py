@@ -48,7 +48,7 @@ from refusion_jax.config.run_config import read_config
 from refusion_jax.data.fast_tokenizer import tokenizer_hash
 from refusion_jax.data.manifest import is_prepared
 from refusion_jax.data.prepared import PreparedRows
-from refusion_jax.distributed.processes import together
+from refusion_jax.distributed.processes import check_same, together
 from refusion_jax.distributed.sharding import make_mesh
 from refusion_jax.distributed.storage import write_file
 from refusion_jax.evaluation import heldout
@@ -99,6 +99,7 @@ def main() -> None:
     checkpoint = newest_step(epath.Path(_CHECKPOINT.value))
     with together():
         signal.signal(signal.SIGTERM, signal.SIG_DFL)  # with several processes JAX handles it, for training to save
+        check_same("the newest step of --checkpoint (name one: DIR/checkpoints/STEP)", checkpoint.name)
         results = measure(checkpoint, _PREPARED.value) if _PREPARED.value else evaluate(checkpoint, output)
         if jax.process_index():
             return

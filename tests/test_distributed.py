@@ -108,6 +108,20 @@ with processes.together():
         assert out.splitlines()[-1:] == ["8"], out + err
 
 
+def test_processes_that_would_evaluate_different_steps_are_refused(tmp_path):
+    """As when a run saves one while they start: their answers would be of two models."""
+    homes = [tmp_path / "0", tmp_path / "1"]
+    for step, home in enumerate(homes, 7):
+        (params := home / "run" / "checkpoints" / str(step) / "params").mkdir(parents=True)
+        (params / "x").write_text("")
+    line = [sys.executable, "-m", "refusion_jax.evaluate", "--checkpoint=run", "--tasks=x", f"--output={tmp_path}/out"]
+    for process in start_two(line, homes, PYTHONPATH=str(ROOT)):
+        _, err = ended(process)
+        assert process.returncode == 2, err
+        assert "error: the newest step of --checkpoint (name one: DIR/checkpoints/STEP) is not the same on all" in err
+    assert not (tmp_path / "out").exists()
+
+
 @pytest.mark.thorough
 def test_a_directory_that_is_not_shared_is_refused_and_leaves_nothing(tmp_path):
     homes = [tmp_path / "0", tmp_path / "1"]  # a relative path, on machines of their own
