@@ -5,6 +5,7 @@ import os
 
 import pytest
 from conftest import TINY_RUN, refused, run
+from helpers import config_of_mine
 
 TRAIN = ["train", *TINY_RUN]
 QUERY = json.dumps({"query": "Sort 3 1 2.", "response": "1 2 3"}) + "\n"
@@ -20,6 +21,7 @@ def files(tmp_path, trained_run):
         "nothing.py": "def get_config():\n    return None\n",
         "old.py": "from refusion_jax.config import default_config\n\n\ndef get_config():\n    c = default_config()\n"
         "    c.learning_rte = 1.0\n    return c\n",
+        "drafts.py": config_of_mine("dflash").replace('"section": "mine"', '"section": "own"'),
         "prompts.jsonl": '{"prompt": "Sort 3 1."}\n{"promt": "Sort 3 1."}\n',
         "blank.jsonl": "\n",
         "blank.txt": "\n\n",
@@ -93,6 +95,10 @@ BAD = {
     "no model to draft for": (
         [*TRAIN, NEW, "--config.objective=dflash", "--config.dflash.reads={dir}"],
         "--config.dflash.reads: ",
+    ),
+    "no model to read, by a system whose section has another name": (
+        ["train", "--config={dir}/drafts.py", NEW, "--config.objective=mine", "--config.own.reads={dir}"],
+        "--config.own.reads: ",
     ),
     "no prompt": (GENERATE, "one of --input=FILE and --prompt=TEXT are needed"),
     "nobody to talk with": (["chat"], "--checkpoint=DIR is needed"),

@@ -194,18 +194,20 @@ def test_bad_input_is_named(loaded, trained_run, tasks, tmp_path, monkeypatch):
     assert not (tmp_path / "out").exists()
 
 
-SAVED_MEANWHILE = """
+def saved_meanwhile(part: str, call: str) -> str:
+    """A program that runs a command, and before one of its calls the run saves another step."""
+    return f"""
 import pathlib, shutil, sys
-from refusion_jax import evaluate
+from refusion_jax import {part} as part
 from refusion_jax.cli import command
 
-def load(*how, load=evaluate.load_for):
-    model, steps = load(*how), pathlib.Path(sys.argv[1].partition("=")[2], "checkpoints")
+def saving(*how, call=part.{call}):
+    steps = pathlib.Path(sys.argv[1].partition("=")[2], "checkpoints")
     shutil.copytree(steps / "60", steps / "70")
-    return model
+    return call(*how)
 
-evaluate.load_for = load
-command.run(evaluate.main)
+part.{call} = saving
+command.run(part.main)
 """
 
 
@@ -213,9 +215,17 @@ command.run(evaluate.main)
 def test_results_name_the_step_that_was_decoded_while_the_run_goes_on(tmp_path, trained_run, tasks):
     shutil.copytree(trained_run, tmp_path / "run")
     flags = [f"--checkpoint={tmp_path}/run", f"--include_path={tasks(GENERATE)}", f"--output={tmp_path}/out"]
-    run("-c", SAVED_MEANWHILE, *flags, "--tasks=sums", "--limit=1")
+    run("-c", saved_meanwhile("evaluate", "load_for"), *flags, "--tasks=sums", "--limit=1")
     results = json.loads((tmp_path / "out/results.json").read_text())
     assert results["config"]["checkpoint"] == f"{tmp_path}/run/checkpoints/60"
+
+
+@pytest.mark.thorough
+def test_a_model_card_names_the_step_that_was_exported_while_the_run_goes_on(tmp_path, trained_run):
+    shutil.copytree(trained_run, tmp_path / "run")
+    flags = [f"--from={tmp_path}/run", f"--to={tmp_path}/export", "--format=huggingface"]
+    run("-c", saved_meanwhile("convert", "read_dtype"), *flags)
+    assert ": 60 of " in (tmp_path / "export" / "README.md").read_text()
 
 
 GROUP = """
