@@ -124,6 +124,8 @@ def _go_on_in_a_child() -> None:
     JAX aborts a process that has lost another, with a dump of its stack: the parent turns this into one line and
     EXIT_CODE.
     """
+    # Nothing in the process itself can: jaxlib 0.10.2 has a `missed_heartbeat_callback`, but ends with std::bad_cast
+    # when it calls one from Python, and by SIGABRT, which a handler may catch, it has written its lines to stderr.
     said, stderr = os.pipe()
     child = os.fork()
     if not child:
