@@ -116,19 +116,17 @@ def tokenize(
         if isinstance(prompt, Bad):
             yield prompt
             continue
-        if example.prompt is not None and example.characters > most:
-            reason = f"{example.characters:,} characters do not fit in row_length={row_length}; {_HINT}"
-            yield Bad(example.where, reason, TOO_LONG)
-            continue
         begin = prompt if example.starts else []
         end = [tokenizer.eos_id] if example.ends else []
         tokens = np.concatenate([np.array(begin, np.int32), *response, np.array(end, np.int32)])
-        if example.prompt is not None and len(tokens) > row_length:
-            reason = f"{len(begin)} prompt and {len(tokens) - len(begin)} response tokens do not fit in row_length="
-            reason += f"{row_length}; {len(tokens)} would hold them, and {_HINT}"
-            yield Bad(example.where, reason, TOO_LONG)
-        else:
+        if example.prompt is None or (len(tokens) <= row_length and example.characters <= most):
             yield Document(tokens, len(begin), example.prompt is None, example.starts)
+            continue
+        what = f"{len(begin)} prompt and {len(tokens) - len(begin)} response tokens"
+        fix = f"{len(tokens)} would hold them, and {_HINT}"
+        if example.characters > most:  # it was not tokenized
+            what, fix = f"{example.characters:,} characters", _HINT
+        yield Bad(example.where, f"{what} do not fit in row_length={row_length}; {fix}", TOO_LONG)
 
 
 def _encode_parts(parts: Sequence[tuple[str, bool]], tokenizer: Tokenizer) -> list[list[int]]:

@@ -148,7 +148,7 @@ class Preparation:
 
             if (settings.dedup or settings.near_dedup) and todo:
                 keyless = without("digests-{:05}.npy")
-                collections.deque(run("looking for duplicates", Worker.write_keys, keyless), maxlen=0)
+                list(run("looking for duplicates", Worker.write_keys, keyless))
                 if without("duplicates-{:05}.npy"):
                     runs.mark_repeated(progress, len(self.chunks))
             for report in run("tokenizing", Worker.write_shard, todo):

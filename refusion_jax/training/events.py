@@ -159,8 +159,7 @@ def account(events: Iterable[dict[str, Any]]) -> dict[str, float]:
     spent = dict.fromkeys(PARTS, 0.0)
     resumed_from = float("inf")  # the first step of any later session: steps after it were repeated
     total = 0.0
-    for index in reversed(range(len(sessions))):
-        session = sessions[index]
+    for before, session in reversed([*itertools.pairwise([None, *sessions])]):
         for event in session:
             if event["event"] == "steps":
                 count = event["last"] - event["first"] + 1
@@ -170,10 +169,11 @@ def account(events: Iterable[dict[str, Any]]) -> dict[str, float]:
                 spent["data"] += event["data_seconds"]
             elif event["event"] in _PART_OF:
                 spent[_PART_OF[event["event"]]] += event["seconds"]
-        down = max(0.0, session[0]["time"] - sessions[index - 1][-1]["time"]) if index else 0.0
+        start, end = session[0], session[-1]
+        down = max(0.0, start["time"] - before[-1]["time"]) if before else 0.0
         spent["down"] += down
-        total += down + max(0.0, session[-1]["time"] - session[0]["time"])
-        resumed_from = min(resumed_from, session[0]["step"])
+        total += down + max(0.0, end["time"] - start["time"])
+        resumed_from = min(resumed_from, start["step"])
     total = max(total, sum(spent.values()))  # the first is too small if the clock was set back
     spent["other"] = total - sum(spent.values())
     return {**spent, "total": total, "goodput": spent["step"] / total if total else 0.0, "sessions": len(sessions)}

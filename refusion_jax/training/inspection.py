@@ -94,14 +94,11 @@ def show_row(console: Console, tokenizer: Tokenizer, rows: Rows, batch: Batch, p
 
 def _spans(tokenizer: Tokenizer, tokens: np.ndarray, kinds: np.ndarray, positions: np.ndarray) -> Text:
     """The tokens as colored text; neighbors in the text that are of one kind are decoded together."""
-    text, begin = Text(), 0
-    for end in range(1, len(tokens) + 1):
-        if end < len(tokens) and kinds[end] == kinds[begin] and positions[end] == positions[end - 1] + 1:
-            continue
-        if begin and positions[begin] != positions[begin - 1] + 1:
+    text, is_apart = Text(), np.diff(positions) != 1
+    for part in np.split(np.arange(len(tokens)), np.flatnonzero(is_apart | (kinds[1:] != kinds[:-1])) + 1):
+        if part[0] and is_apart[part[0] - 1]:
             text.append("|", "bold")
-        text.append(visible_text(tokenizer, tokens[begin:end]), _COLORS[kinds[begin]])
-        begin = end
+        text.append(visible_text(tokenizer, tokens[part]), _COLORS[kinds[part[0]]])
     return text
 
 

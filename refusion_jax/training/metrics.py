@@ -66,15 +66,15 @@ class MetricsWriter:
             return
         (step, metrics), self._kept = self._kept, None
         metrics = jax.device_get({name: value for name, value in metrics.items() if name not in _NOT_LOGGED})
-        tokens = wide_to_int(metrics.pop("tokens"))
-        now = time.monotonic()
+        tokens, now = wide_to_int(metrics.pop("tokens")), time.monotonic()
         step_before, tokens_before, before = self._last
         self._last = step, tokens, now
         objectives = [system.objective(mask_id=0) for system in systems().values() if system.objective]
-        record = {"step": step} | {f"loss_{term}": None for objective in objectives for term in objective.coefficients}
-        record |= {name: _finite(value) for name, value in metrics.items()}
         flops = self._flops_per_step * (step - step_before) / (now - before)
-        record |= {
+        record = {
+            "step": step,
+            **{f"loss_{term}": None for objective in objectives for term in objective.coefficients},
+            **{name: _finite(value) for name, value in metrics.items()},
             "tokens": tokens,
             "tokens_per_second": (tokens - tokens_before) / (now - before),
             "mfu": self._peak and flops / self._peak,
