@@ -85,7 +85,7 @@ def train(
     check_free(workdir)
     steps = saved_steps(workdir)
     processes.check_same("the config, or the checkpoints in --workdir,", config.to_json(), str(steps))
-    if processes.all_agree(is_complete(workdir, config.steps)):
+    if processes.all_agree(not (config.epochs and changed) and is_complete(workdir, config.steps)):
         say(f"training is complete: {workdir} holds step {steps[-1]} of {config.steps}")
         return True
     mesh = sharding.make_mesh(config.mesh)

@@ -305,6 +305,11 @@ def test_the_shape_is_that_of_the_weights_to_start_from_even_when_they_are_gone(
     rows = int(re.search(r" in (\d+) rows", out)[1])
     assert f"trained to step {math.ceil(2 * rows / 4)};" in out
     assert "training is complete" in run(*train, "--config.epochs=2")[0]
+    write_lines(tmp_path / "more.jsonl", [{"query": f"What is {i}?", "response": "A number."} for i in range(600)])
+    more = [f"--config.data.path={tmp_path}/more.jsonl", "--allow_change=data"]
+    out, _ = run(*train, "--config.epochs=2", *more)
+    more_rows = int(re.search(r" in (\d+) rows", out)[1])
+    assert f"trained to step {math.ceil(2 * more_rows / 4)};" in out
     run("convert", "--format=huggingface", f"--from={tmp_path}/run", f"--to={tmp_path}/export")
     assert json.loads((tmp_path / "export" / "config.json").read_text())["model_type"] == "llama"
 
