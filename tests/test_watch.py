@@ -12,12 +12,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import MASK, TINY_RUN, config_with, equipped, forward, run, serving, settings, sharp_model
+from conftest import MASK, TINY_RUN, equipped, forward, run, serving, settings, sharp_model
 from flax import nnx
 from helpers import Bytes, Letters, check_page, loss_terms, write_lines
 from rich.console import Console
 
-from refusion_jax import DecodeSettings, load_tokenizer
+from refusion_jax import DecodeSettings
 from refusion_jax.batch.rows import Rows
 from refusion_jax.config import make_objective
 from refusion_jax.config.model import model_config
@@ -330,12 +330,6 @@ def test_the_page_of_a_row_holds_what_the_model_is_fed(objective, trained_run, t
     ):
         if kind in ("prompt", "clean"):
             assert token == (texts[document][at:] or texts[document][-1:])[0]  # which may be padded with its last one
-
-
-def test_a_row_for_a_drafter_has_the_tokens_of_the_model_that_it_reads(trained_run):
-    config = config_with(**{"objective": "dflash", "dflash.reads": str(trained_run), "data.examples": 40})
-    tokenizer, *_ = training_batch(config, None, 0)
-    assert tokenizer.files == load_tokenizer(trained_run).files
 
 
 def test_text_of_a_row_becomes_no_markup(trained_run, tmp_path):
