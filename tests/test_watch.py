@@ -12,13 +12,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import MASK, TINY_RUN, equipped, forward, run, serving, settings, sharp_model
+from conftest import MASK, TINY_RUN, config_with, equipped, forward, run, serving, settings, sharp_model
 from flax import nnx
 from helpers import Bytes, Letters, check_page, loss_terms, write_lines
 from rich.console import Console
 
 from refusion_jax import DecodeSettings
 from refusion_jax.batch.rows import Rows
+from refusion_jax.checkpoints.contents import load_tokenizer
+from refusion_jax.checkpoints.run_directory import write_model_config
+from refusion_jax.checkpoints.weights import save_params
 from refusion_jax.config import make_objective
 from refusion_jax.config.model import model_config
 from refusion_jax.config.run_config import read_config
@@ -365,4 +368,10 @@ def test_a_page_tells_what_is_in_prepared_data_and_what_training_on_it_takes(tmp
     told |= {("not JSON", "1"), ("parameters", "8,190,427,136")}
     assert told <= set(itertools.pairwise(cells))
     assert {"chip-hours of an epoch on v5p", "epochs in 1 steps"} <= {*cells}  # of 3 epochs, not of the config's steps
+    config = config_with(objective="dflash", row_length=64, **{"dflash.reads": str(tmp_path)})
+    data, tokenizer, shape = PreparedRows(str(output)), load_tokenizer(trained_run), model_config(config)
+    save_params(tmp_path, {"nothing": jnp.zeros(1)})
+    write_model_config(tmp_path, shape)
+    epoch = train_program(config, shape, make_mesh({}, jax.devices()[:1])).flops_per_row * len(data)
+    assert f"{epoch:.3g}" in data_page.data_page(data, tokenizer, config)  # as in training, with the target model's
     run("inspect_data", f"--data={output}", "--row=0", f"--html={page}", code=2)  # no page of a row stands there

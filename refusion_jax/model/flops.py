@@ -15,9 +15,15 @@ def train_flops_per_token(c: ModelConfig, keys_seen: float, is_frozen: bool = Fa
     the token), and for attention 2 N H (scores) + 2 N H (values) for every key that a query sees; with causal attention
     these are (T + 1) / 2 keys on average (`Pattern.keys_seen`).
     """
+    head = 2 * c.hidden_size * c.vocab_size
+    without_gradient = 2 * weights_in_layers(c, c.num_experts_per_tok) + head if is_frozen else 0
+    return 3.0 * (layer_flops_per_token(c, keys_seen) + head) - without_gradient
+
+
+def layer_flops_per_token(c: ModelConfig, keys_seen: float) -> float:
+    """FLOPs of the forward pass for one token without the output head, counted as in `train_flops_per_token`."""
     attention = 4 * c.num_hidden_layers * c.num_attention_heads * c.head_dim * keys_seen
-    products = 2 * weights_in_layers(c, c.num_experts_per_tok) + 2 * c.hidden_size * c.vocab_size
-    return (2.0 if is_frozen else 3.0) * products + 3.0 * attention
+    return 2 * weights_in_layers(c, c.num_experts_per_tok) + attention
 
 
 def weights_in_layers(c: ModelConfig, experts: float) -> float:

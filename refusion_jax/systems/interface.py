@@ -25,7 +25,7 @@ from refusion_jax.cli.settings import Setting, declared
 from refusion_jax.decoding.decoder import Decoder
 from refusion_jax.decoding.requests import Request
 from refusion_jax.model.families import Release
-from refusion_jax.model.flops import train_flops_per_token
+from refusion_jax.model.flops import layer_flops_per_token, train_flops_per_token
 from refusion_jax.model.interface import LanguageModel
 from refusion_jax.model.shape import ModelConfig
 
@@ -167,10 +167,19 @@ class System:
         return declared(self.objective) if self.objective else {}
 
 
-def train_flops_per_row(objective: Objective, model: ModelConfig, row_length: int, is_frozen: bool = False) -> float:
+def train_flops_per_row(
+    objective: Objective,
+    model: ModelConfig,
+    row_length: int,
+    is_frozen: bool = False,
+    target: ModelConfig | None = None,
+) -> float:
     """FLOPs of forward and backward on one row of T tokens, counted as in `train_flops_per_token`.
 
-    As is usual, the output head counts for every input token, although the step computes logits only at labels.
+    As is usual, the output head counts for every input token, although the step computes logits only at labels. Of a
+    target model the forward pass through the layers is added: its logits are not used.
     """
     length = objective.input_length(row_length)
-    return length * train_flops_per_token(model, objective.pattern.keys_seen(length), is_frozen)
+    seen = objective.pattern.keys_seen(length)
+    read = layer_flops_per_token(target, seen) if target else 0.0
+    return length * (train_flops_per_token(model, seen, is_frozen) + read)

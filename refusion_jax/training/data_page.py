@@ -7,8 +7,9 @@ import ml_collections
 import numpy as np
 from etils import epath
 
+from refusion_jax.checkpoints.contents import read_model_config
 from refusion_jax.config import make_objective
-from refusion_jax.config.model import adopt_shape, adopt_steps, model_config
+from refusion_jax.config.model import adopt_shape, adopt_steps, find_target_model, model_config
 from refusion_jax.data.interface import Tokenizer
 from refusion_jax.data.prepared import PreparedRows
 from refusion_jax.distributed.chips import CHIPS
@@ -85,7 +86,8 @@ def _estimate(data: PreparedRows, tokenizer: Tokenizer, config: ml_collections.C
     adopt_steps(config, len(data))
     model, row_length = model_config(config, tokenizer), data.row_length
     objective = make_objective(config, tokenizer.mask_id)
-    flops = train_flops_per_row(objective, model, row_length, is_frozen=config.lora.rank > 0)
+    target = read_model_config(path) if (path := find_target_model(config)[1]) else None
+    flops = train_flops_per_row(objective, model, row_length, config.lora.rank > 0, target)
     epoch = flops * len(data)
     rows = [
         ("parameters", f"{count_weights(model)[0]:,.0f}"),

@@ -43,7 +43,7 @@ class Program:
     lora: Lora | None
     graphdef: nnx.GraphDef  # of the transformer
     objective: Objective
-    flops_per_row: float  # forward and backward, and the forward pass of the target model
+    flops_per_row: float  # forward and backward, and the forward pass through the layers of the target model
 
     def compiled_step(self, state: TrainState) -> jax.stages.Compiled:
         """The step, compiled for a state, given as arrays or as their shapes and shardings."""
@@ -119,6 +119,5 @@ def train_program(config: ml_collections.ConfigDict, shape: ModelConfig, mesh: M
         lora=lora,
         graphdef=graphdef,
         objective=objective,
-        flops_per_row=train_flops_per_row(objective, shape, config.row_length, is_frozen=lora is not None)
-        + (train_flops_per_row(objective, read, config.row_length) / 3 if read else 0.0),
+        flops_per_row=train_flops_per_row(objective, shape, config.row_length, lora is not None, read),
     )
