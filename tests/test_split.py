@@ -12,10 +12,11 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
-from conftest import PROMPTS, run, settings, sharp_model, start, tiny_model
+from conftest import PROMPTS, run, settings, sharp_model, start, tiny_config, tiny_model
 from etils import epath
 from flax import nnx
 from helpers import flags_of, wait_until
+from test_experts import LLADA2
 from test_split_server import key, link_to, model, served, stamp_of  # noqa: F401  some are fixtures
 
 from refusion_jax import decode
@@ -32,7 +33,7 @@ from refusion_jax.split import choice, device, frames
 from refusion_jax.split.codec import CODECS
 from refusion_jax.split.device import decode_split, decoder_on_link
 from refusion_jax.split.model import SplitModel
-from refusion_jax.split.parts import fingerprint, load_part, part_of
+from refusion_jax.split.parts import abstract_part, fingerprint, load_part, part_of
 from refusion_jax.split.session import DeviceSession
 from refusion_jax.systems.registry import find_decoder
 
@@ -207,6 +208,16 @@ def test_the_choice_of_a_cut_keeps_both_limits_and_gives_up_least():
     for each in choice.Setup(config, device, server, network, wanted).candidates(decoder):
         expected = device.seconds(each.layers, each.fed) + device.each * each.fed
         assert each.parts["the device"] == pytest.approx(expected, rel=0.01)
+
+
+def test_the_memory_of_the_first_layers_is_theirs_where_only_later_ones_have_experts():
+    c = tiny_config(**LLADA2, hidden_size=64)
+    wanted, machine = choice.Wanted(1e9, 1.0, 0, 0), choice.Machine(1.0, 1.0)
+    setup = choice.Setup(c, machine, machine, choice.Network(0.0, 1.0), wanted)
+    found = [each for each in setup.candidates(find_decoder("refusion")) if each.weights == "same"]
+    for layers, memory in {(each.layers, each.memory) for each in found}:
+        held = sum(x.size for x in jax.tree.leaves(nnx.state(abstract_part(c, 0, layers, "float32"))))
+        assert memory == pytest.approx(4 * held, rel=0.05)  # norms and biases are not counted
 
 
 def test_what_is_measured_decides_where_to_cut(served, model, key, capsys):

@@ -142,7 +142,10 @@ class Setup:
         c = self.config
         each = BITS[weights] / 8 if weights in BITS else self.wanted.itemsize
         outside = c.vocab_size * c.hidden_size * (1 if c.tie_word_embeddings else 2)
-        return each * (outside + weights_in_layers(c, c.num_experts) * layers / c.num_hidden_layers)
+        first = dataclasses.replace(
+            c, num_hidden_layers=layers, first_k_dense_replace=min(layers, c.first_k_dense_replace)
+        )
+        return each * (outside + weights_in_layers(first, c.num_experts))
 
 
 def _used_by_token(config: ModelConfig) -> float:
