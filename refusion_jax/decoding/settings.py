@@ -11,7 +11,6 @@ from typing import Any, ClassVar, Self
 
 import jax
 import numpy as np
-from jaxtyping import ArrayLike
 
 from refusion_jax.cli.errors import SettingError
 from refusion_jax.cli.settings import declared, scope, setting
@@ -137,9 +136,6 @@ class TracedSettings(types.SimpleNamespace):
 
     def of_sampling(self) -> Self:
         return type(self)(temperature=self.temperature, top_k=self.top_k, top_p=self.top_p)
-
-    def replace(self, **changed: ArrayLike) -> Self:
-        return type(self)(**vars(self) | changed)
 
     def tree_flatten_with_keys(self):
         names = sorted(vars(self))

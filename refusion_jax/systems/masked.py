@@ -19,13 +19,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import struct
-from jaxtyping import Array, Bool, Float32, Int32, Key
+from jaxtyping import Array, ArrayLike, Bool, Float32, Int32, Key
 
 from refusion_jax.batch.visibility import BIDIRECTIONAL, Visibility
 from refusion_jax.cli.errors import UserError
 from refusion_jax.decoding.decoder import Decoder, Proposal, RowState
 from refusion_jax.decoding.reference import ReferenceDecoder
-from refusion_jax.decoding.requests import Layout, Request, most_new_tokens, text_capacity
+from refusion_jax.decoding.requests import Layout, Places, Request, most_new_tokens, text_capacity
 from refusion_jax.decoding.sampling import put
 from refusion_jax.decoding.settings import TokenIds
 from refusion_jax.model.interface import LanguageModel
@@ -110,6 +110,13 @@ class MaskedDecoder(Decoder):
         return window(s, self.ids, self.block_length, s.block_start(self.ids.mask_id), block_length(s))
 
 
+@struct.dataclass
+class ScheduledPlaces(Places):
+    """The places to decode, and how many of them each forward pass commits."""
+
+    counts: Int32[ArrayLike, "R N"]
+
+
 class OnSchedule(MaskedDecoder):
     """A masked decoder whose passes commit the most confident masks of the block, as many as a schedule says."""
 
@@ -126,19 +133,16 @@ class OnSchedule(MaskedDecoder):
         return [count for size in blocks for count in evenly(size, steps)]
 
     def lay_out(self, requests: Sequence[Request]) -> Layout:
-        """The layout, with `counts` [R, N] among the settings."""
-        layout, counts = super().lay_out(requests), np.zeros((len(requests), self.new_tokens), np.int32)
-        for row, request in enumerate(requests):
-            own = self.counts(request)
-            counts[row, : len(own)] = own
-        return layout.replace(settings=layout.settings.replace(counts=counts))
+        layout, N = super().lay_out(requests), self.new_tokens
+        counts = [[*own, *[0] * (N - len(own))] for own in map(self.counts, requests)]
+        return layout.replace(places=ScheduledPlaces(**vars(layout.places), counts=np.array(counts, np.int32)))
 
     def confidence_of(self, s: MaskedText, w: Window, proposal: Proposal) -> Float32[Array, "B K"]:
         """Places with higher confidence are committed earlier."""
         return proposal.probability
 
     def chosen(self, s: MaskedText, w: Window, proposal: Proposal) -> Bool[Array, "B K"]:
-        counts = s.settings.counts
+        counts = s.places.counts
         count = jnp.take_along_axis(counts, jnp.minimum(s.forwards, counts.shape[1] - 1)[:, None], axis=1)
         return ranks(self.confidence_of(s, w, proposal), w) < count
 

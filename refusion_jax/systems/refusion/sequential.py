@@ -13,15 +13,22 @@ from typing import ClassVar
 import jax.numpy as jnp
 import numpy as np
 from flax import struct
-from jaxtyping import Array, Int32, Key
+from jaxtyping import Array, ArrayLike, Bool, Int32, Key
 
 from refusion_jax.decoding import cache as kv
 from refusion_jax.decoding.decoder import SLOT_MASK, Continuation, Continuer
-from refusion_jax.decoding.requests import Layout, Request
+from refusion_jax.decoding.requests import Layout, Places, Request
 from refusion_jax.decoding.sampling import mask_logits, sample
 from refusion_jax.model.interface import LanguageModel
 from refusion_jax.systems.refusion.canvas import slots_of
 from refusion_jax.systems.refusion.settings import SequentialSettings
+
+
+@struct.dataclass
+class SlotPlaces(Places):
+    """The places to decode, with slots."""
+
+    begins: Bool[ArrayLike, "R N"]  # whether a place is the first of a slot
 
 
 @struct.dataclass
@@ -45,11 +52,10 @@ class Sequential(Continuer):
         return 2
 
     def lay_out(self, requests: Sequence[Request]) -> Layout:
-        """The layout, with the setting `begins` [R, N]: whether a place is the first of a slot."""
         layout = super().lay_out(requests)
         starts = [[slot.start for slot in slots_of(request)] for request in requests]
         begins = [np.isin(row, own) for row, own in zip(layout.places.position, starts, strict=True)]
-        return layout.replace(settings=layout.settings.replace(begins=np.stack(begins)))
+        return layout.replace(places=SlotPlaces(**vars(layout.places), begins=np.stack(begins)))
 
     def init(self, model: LanguageModel, layout: Layout, keys: Key[Array, "B"]) -> State:
         cache, last = kv.prefill_but_last(model, layout.given, self.chunk)
@@ -58,7 +64,7 @@ class Sequential(Continuer):
 
     def step(self, model: LanguageModel, s: State) -> State:
         at = jnp.minimum(s.record.count, self.new_tokens - 1)[:, None]
-        place, from_mask = (jnp.take_along_axis(x, at, axis=1) for x in (s.places.position, s.settings.begins))
+        place, from_mask = (jnp.take_along_axis(x, at, axis=1) for x in (s.places.position, s.places.begins))
         tokens = jnp.stack([s.last, jnp.full_like(s.last, self.ids.mask_id)], axis=1)
         logits, cache = kv.extend(model, s.cache, tokens, jnp.stack([s.last_place, place[:, 0]], axis=1))
 
