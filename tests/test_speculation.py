@@ -38,7 +38,7 @@ from refusion_jax.checkpoints.weights import save_params
 from refusion_jax.config.model import check_fits
 from refusion_jax.data.fast_tokenizer import first_difference
 from refusion_jax.decoding.auxiliary import with_auxiliaries
-from refusion_jax.decoding.cache import visible_to_masks
+from refusion_jax.decoding.cache import bytes_per_token, visible_to_masks
 from refusion_jax.decoding.memory import bytes_needed
 from refusion_jax.decoding.requests import Request, prepare
 from refusion_jax.distributed.sharding import make_mesh
@@ -217,12 +217,14 @@ def test_the_row_of_the_docstring_of_dflash_is_fed_seen_and_labelled_as_drawn():
     np.testing.assert_allclose(batch.weights["mdm"][0], [1 / 3] * 3 + [0] * 5)
 
 
-def test_the_memory_of_a_short_list_of_the_head_counts_with_a_drafter_too():
+def test_the_memory_of_a_drafters_cache_and_of_a_short_list_of_the_head_counts():
     model, mesh = tiny_model().with_head_rows(8), make_mesh({}, jax.devices()[:1])
-    decoder = decoder_for(prepare([[BOS]], settings("ar"), model.config), model.config)
-    both = model, with_auxiliaries(model, drafter=tiny_model())
+    decoder = decoder_for(prepare([[BOS]], settings("pard"), model.config), model.config)
+    both = model, with_auxiliaries(model, drafter=tiny_model(num_hidden_layers=1))
     alone, drafted = (bytes_needed(m, mesh, 4, decoder) for m in both)
-    assert drafted >= alone > bytes_needed(tiny_model(), mesh, 4, decoder)
+    tokens = 5 * decoder.cache_length  # of four rows and one that is being prefilled
+    assert drafted == alone + tokens * bytes_per_token(both[1].drafter.config, "float32")
+    assert alone > bytes_needed(tiny_model(), mesh, 4, decoder)
 
 
 def test_what_dflash_cannot_read_is_refused(tmp_path):

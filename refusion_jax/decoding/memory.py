@@ -8,6 +8,7 @@ from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 
 from refusion_jax.cli.errors import SettingError
+from refusion_jax.decoding.auxiliary import WithAuxiliaries
 from refusion_jax.decoding.cache import bytes_per_token, tokens_at_once
 from refusion_jax.decoding.decoder import Decoder
 from refusion_jax.distributed.sharding import shard_count
@@ -51,13 +52,13 @@ def bytes_needed(model: LanguageModel, mesh: Mesh, rows: int, decoder: Decoder, 
 
     temporary = max(rows * scores(decoder.width) + scored * logits, admitted * scores(prefilled))
     cached = (rows + admitted) * entries + kept
-    return (cached * bytes_per_token(c, model.cache_dtype) + temporary + rounded) // tensor
+    return (cached * _token_bytes(model) + temporary + rounded) // tensor
 
 
 def room_besides(model: LanguageModel, mesh: Mesh, rows: int, decoder: Decoder) -> int:
     """Tokens whose keys and values fit into each device next to a batch; the same number on all hosts of the mesh."""
     free = _free(mesh) - bytes_needed(model, mesh, rows, decoder)
-    return max(free, 0) * shard_count(mesh, "heads") // bytes_per_token(model.config, model.cache_dtype)
+    return max(free, 0) * shard_count(mesh, "heads") // _token_bytes(model)
 
 
 def check_memory(model: LanguageModel, mesh: Mesh, rows: int, decoder: Decoder, kept: int = 0) -> None:
@@ -74,10 +75,15 @@ def check_memory(model: LanguageModel, mesh: Mesh, rows: int, decoder: Decoder, 
         "decode",
         "batch_size",
         rows,
-        f"{rows} rows of {decoder.cache_length:,} tokens, of "
-        f"{bytes_per_token(model.config, model.cache_dtype):,} bytes of cache each, need {needed / _GIB:.1f} GiB per "
-        f"device besides the weights; {free / _GIB:.1f} GiB are free: {fix}",
+        f"{rows} rows of {decoder.cache_length:,} tokens, of {_token_bytes(model):,} bytes of cache each, need "
+        f"{needed / _GIB:.1f} GiB per device besides the weights; {free / _GIB:.1f} GiB are free: {fix}",
     )
+
+
+def _token_bytes(model: LanguageModel) -> int:
+    """Bytes of the keys and values of a token, in the caches of the model and of auxiliary models."""
+    auxiliary = [getattr(model, name) for name in model.names] if isinstance(model, WithAuxiliaries) else []
+    return sum(bytes_per_token(m.config, m.cache_dtype) for m in [model, *auxiliary])
 
 
 def _free(mesh: Mesh) -> int:
