@@ -1,9 +1,9 @@
 """Continuous batching: requests of a queue in the rows of a batch, which are decoded together and read by the host.
 
-The device runs forward passes in a loop until enough rows have finished, and only then synchronizes with the host; if
-the caller may stop answers early, also every few forward passes. Three programs are compiled: `_admit` prefills a few
-requests and puts them into free rows, `_run` decodes until enough rows are finished or enough forward passes are done,
-and `_release` frees rows whose answers the caller has stopped.
+The device runs forward passes in a loop until enough rows have finished, at most 64, and only then synchronizes with
+the host; if the caller may stop answers early, every few forward passes. Three compiled programs do the work: `_admit`
+prefills a few requests and puts them into free rows, `_run` decodes until enough rows are finished or enough forward
+passes are done, and `_release` frees rows whose answers the caller has stopped.
 
 Axes: B rows of the batch, R rows admitted at once, C cache entries.
 """
