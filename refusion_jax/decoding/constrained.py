@@ -149,8 +149,8 @@ class ConstrainedBatch(RunningBatch):
         self._tokens = np.zeros(rows, np.int32)  # consumed by each row's matcher
         self._guesses = np.zeros((rows, decoder.new_tokens), np.int32)
 
-    def _admit(self, requests: Sequence[Request], blocks: Sequence[list[bytes]]) -> list[int]:
-        rows = super()._admit(requests, blocks)
+    def _admit_group(self, requests: Sequence[Request], blocks: Sequence[list[bytes]]) -> list[int]:
+        rows = super()._admit_group(requests, blocks)
         self._matchers |= {row: one.grammar.deep_copy() for row, one in zip(rows, requests, strict=True)}
         self._tokens[rows], self._guesses[rows] = 0, 0
         for row in rows:

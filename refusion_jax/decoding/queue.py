@@ -74,18 +74,18 @@ def stream(
     batch = (batch_type or RunningBatch)(model, decoder, requests[0], rows, blocks)
     batch.recorded = LOOK if record else 0
     refill, ids = -(-batch.rows // REFILL), decoder.ids
-    row_of, finished = {}, []
+    index_of, finished = {}, []
     waiting = sorted(range(len(requests)), key=lambda index: (requests[index].length, -index))  # popped from its end
 
     def answers() -> Iterator[tuple[int, Answer]]:
         for index, is_ended, outcome in finished:
             yield index, read_answer(requests[index], *outcome, ids, is_ended)
 
-    while waiting or row_of:
+    while waiting or index_of:
         some = []
         if len(batch.free) >= min(refill, len(waiting)):
             some = [waiting.pop() for _ in range(min(len(batch.free), len(waiting)))]
-            row_of |= zip(batch.admit([requests[index] for index in some]), some, strict=True)
+            index_of |= zip(batch.admit([requests[index] for index in some]), some, strict=True)
         # If fewer requests wait than a refill takes, as many free rows are enough.
         wanted = min(refill, len(waiting)) if waiting else batch.rows
         most = every if watch else _MOST
@@ -95,15 +95,15 @@ def stream(
         progress = batch.look()
         if batch.failed:
             raise next(iter(batch.failed.values()))
-        for row, index in row_of.items() if record else ():
+        for row, index in index_of.items() if record else ():
             record(index, jax.tree.map(lambda x, row=row: x[:, row], progress.trajectory))
-        done, ended = [row for row in row_of if not progress.active[row]], []
-        for row, index in row_of.items() if watch else ():
+        done, ended = [row for row in index_of if not progress.active[row]], []
+        for row, index in index_of.items() if watch else ():
             so_far = read_answer(requests[index], *progress.of(row), ids, is_ended=row not in done)
             if watch(index, so_far) and row not in done:
                 ended.append(row)
         batch.stop(ended)
-        finished = [(row_of.pop(row), row in ended, progress.of(row)) for row in [*done, *ended]]
+        finished = [(index_of.pop(row), row in ended, progress.of(row)) for row in [*done, *ended]]
         batch.free += [*done, *ended]
     yield from answers()
 
@@ -190,7 +190,8 @@ class RunningBatch:
         while waiting:
             numbers = [*waiting]
             group = [numbers[at] for at in self._prefixes.group([*waiting.values()], self._sizes[-1])]
-            rows |= zip(group, self._admit([requests[n] for n in group], [waiting.pop(n) for n in group]), strict=True)
+            some, blocks = [requests[n] for n in group], [waiting.pop(n) for n in group]
+            rows |= zip(group, self._admit_group(some, blocks), strict=True)
         return [rows[number] for number in range(len(requests))]
 
     def compile_admissions(self, like: Request) -> None:
@@ -198,7 +199,7 @@ class RunningBatch:
         for size in self._sizes:
             self._prefill(newcomers({self.rows: like}, size, self.rows, self._decoder, self._prefixes))
 
-    def _admit(self, requests: Sequence[Request], blocks: Sequence[list[bytes]]) -> list[int]:
+    def _admit_group(self, requests: Sequence[Request], blocks: Sequence[list[bytes]]) -> list[int]:
         """Prefills requests together; all begin with equally many blocks of the prefix cache."""
         rows = [self.free.pop() for _ in requests]
         size = next(size for size in self._sizes if size >= len(requests))
