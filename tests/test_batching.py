@@ -27,7 +27,6 @@ from refusion_jax import Request, UserError, decode
 from refusion_jax.decoding import cache as kv
 from refusion_jax.decoding import memory, prefixes, queue
 from refusion_jax.decoding.prefixes import Prefixes
-from refusion_jax.decoding.queue import mesh_of
 from refusion_jax.decoding.requests import Answer, Given, SharedPrefix, prepare
 from refusion_jax.decoding.stops import Stops
 from refusion_jax.distributed.sharding import make_mesh, sharding
@@ -201,7 +200,7 @@ def test_the_memory_of_a_batch_is_about_what_the_compiler_takes(method, prompt, 
     """Between two thirds and twice as much: XLA decides what is in memory at once."""
     model = tiny_model(vocab_size=vocabulary, num_tokens=vocabulary, max_position_embeddings=1024)
     requests = prepare([[BOS] * prompt] * 16, settings(method, new=32, blocks=2, batch_size=16), model.config)
-    decoder, mesh = decoder_for(requests, model.config), mesh_of(model)
+    decoder, mesh = decoder_for(requests, model.config), model.mesh
     graphdef, params = nnx.split(model)
     new = queue.newcomers({0: requests[0]}, R=2, B=16, decoder=decoder)
     with jax.set_mesh(mesh):
@@ -216,7 +215,7 @@ def test_an_evaluation_is_refused_no_batch_that_fits_with_a_smaller_cache(monkey
     whole, small = (
         prepare([[BOS] * 200] * 4, settings(batch_size=4, cache=cache), model.config) for cache in ("same", "int8")
     )
-    decoder, mesh = decoder_for(whole, model.config), mesh_of(model)
+    decoder, mesh = decoder_for(whole, model.config), model.mesh
     free = memory.bytes_needed(model, mesh, 4, decoder) - 1
     monkeypatch.setattr(memory, "free_bytes", lambda device: free)
     check_fits(model, small)

@@ -37,7 +37,7 @@ from refusion_jax.cli.errors import UserError, naming
 from refusion_jax.cli.progress import track
 from refusion_jax.decoding.cache import bytes_per_token
 from refusion_jax.decoding.prompts import read_prompts
-from refusion_jax.decoding.queue import batch_rows, mesh_of
+from refusion_jax.decoding.queue import batch_rows
 from refusion_jax.decoding.requests import Answer, Request, prepare
 from refusion_jax.decoding.settings import Settings
 from refusion_jax.model.interface import LanguageModel
@@ -123,7 +123,7 @@ def measure(
 
     for setup, settings in setups.items():
         decoder, kept = decoder_for(prepare(prompts, settings, c), c), models[setup]
-        rows, took = batch_rows(len(prompts), settings.batch_size, mesh_of(model)), float(np.median(seconds[setup]))
+        rows, took = batch_rows(len(prompts), settings.batch_size, model.mesh), float(np.median(seconds[setup]))
         forwards, tokens = sum(a.forwards for a in answers[setup]), sum(len(a.tokens) for a in answers[setup])
         # Rows share forwards; the queue keeps all rows about equally busy.
         each = took / (forwards / rows)

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh
 from jaxtyping import Bool, Int32
 
 from refusion_jax.cli.errors import UserError
@@ -29,7 +29,7 @@ from refusion_jax.decoding.requests import Answer, Request, SharedPrefix, read_a
 from refusion_jax.decoding.sampling import Record, count_drafts, select
 from refusion_jax.decoding.trajectory import Trajectory, collect
 from refusion_jax.distributed.processes import fetch
-from refusion_jax.distributed.sharding import constrain, make_mesh, shard_count
+from refusion_jax.distributed.sharding import constrain, shard_count
 from refusion_jax.model.interface import LanguageModel
 from refusion_jax.model.key_values import KeyValues
 
@@ -68,9 +68,9 @@ def stream(
       record: called with (index, what the last forward passes did), every few forward passes; costs nothing if None.
       batch_type: a subclass of RunningBatch, if the decoder needs one.
     """
-    rows = batch_rows(len(requests), batch_size, mesh_of(model))
+    rows = batch_rows(len(requests), batch_size, model.mesh)
     kept = -(-rows // _KEPT) * decoder.cache_length if len(requests) > 1 else 0
-    blocks = kept // decoder.prefix_block if kept and kept <= room_besides(model, mesh_of(model), rows, decoder) else 0
+    blocks = kept // decoder.prefix_block if kept and kept <= room_besides(model, model.mesh, rows, decoder) else 0
     batch = (batch_type or RunningBatch)(model, decoder, requests[0], rows, blocks)
     batch.recorded = LOOK if record else 0
     refill, ids = -(-batch.rows // REFILL), decoder.ids
@@ -163,7 +163,7 @@ class RunningBatch:
         """
         graphdef, params = nnx.split(model)
         self._params = nnx.to_pure_dict(params)  # flattened in C++; a State would take as long as a small forward pass
-        self._static, self._mesh, self._decoder = static_arguments(graphdef, decoder), mesh_of(model), decoder
+        self._static, self._mesh, self._decoder = static_arguments(graphdef, decoder), model.mesh, decoder
         self.rows, self._sizes = rows, admissions(rows, self._mesh)
         self.free = list(range(rows))
         self._trajectory: Trajectory | None = None
@@ -240,15 +240,6 @@ class RunningBatch:
             ended[list(rows)] = True
             with jax.set_mesh(self._mesh):
                 self._state = _release(self._state, ended)
-
-
-def mesh_of(model: LanguageModel) -> Mesh:
-    """The mesh of the weights, which may be abstract; for weights on one device, a mesh of that device."""
-    weights = (x for _, x in nnx.iter_graph(model) if isinstance(x, nnx.Variable))  # listing them all would take 5 ms
-    place = jax.tree.leaves(next(weights))[0].sharding
-    if isinstance(place, NamedSharding):
-        return place.mesh
-    return make_mesh({}, list(place.device_set))
 
 
 def batch_rows(requests: int, batch_size: int, mesh: Mesh) -> int:

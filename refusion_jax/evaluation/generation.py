@@ -12,7 +12,7 @@ from flax import nnx
 from refusion_jax.cli.errors import UserError
 from refusion_jax.cli.settings import scope
 from refusion_jax.decoding.memory import check_memory
-from refusion_jax.decoding.queue import batch_rows, mesh_of
+from refusion_jax.decoding.queue import batch_rows
 from refusion_jax.decoding.requests import Answer, Request, prepare
 from refusion_jax.decoding.settings import Settings
 from refusion_jax.decoding.trajectory import Trajectory
@@ -52,7 +52,7 @@ def by_program(requests: Sequence[Request], model: ModelConfig) -> Iterator[tupl
 def check_fits(model: LanguageModel, requests: Sequence[Request]) -> None:
     """Raises UserError, naming a size that fits, if a batch does not; the weights of the model may be abstract."""
     for _, some in by_program(requests, model.config):
-        mesh, decoder, own = mesh_of(model), decoder_for(some, model.config), some[0].settings
+        mesh, decoder, own = model.mesh, decoder_for(some, model.config), some[0].settings
         rows = batch_rows(len(some), own.batch_size, mesh)
         served = nnx.eval_shape(lambda m, own=own: m.rounded(cache=own.cache).with_head_rows(own.head_rows), model)
         check_memory(served, mesh, rows, decoder)

@@ -26,7 +26,6 @@ from refusion_jax.config import make_objective
 from refusion_jax.data.dataset import prepared_paths, read_rows
 from refusion_jax.data.interface import RowSource, Tokenizer
 from refusion_jax.data.manifest import is_prepared
-from refusion_jax.decoding.queue import mesh_of
 from refusion_jax.distributed import sharding
 from refusion_jax.distributed.processes import check_same
 from refusion_jax.evaluation.likelihood import held_out_bits, spread
@@ -112,7 +111,7 @@ def evaluate_model(
     The loss does not depend on the batch size, which is chosen for the devices here. The config is that of the model's
     run, with the row_length and eval.rows of the sets.
     """
-    mesh, (graphdef, params) = mesh_of(model), nnx.split(model)
+    mesh, (graphdef, params) = model.mesh, nnx.split(model)
     config = config.copy_and_resolve_references()
     rows = max(1, min(_ROWS, _TOKENS // config.row_length))
     config.update({"batch_size": rows * sharding.shard_count(mesh, "batch"), "accumulation": 1})

@@ -11,7 +11,6 @@ from typing import Any
 import jax
 
 from refusion_jax.decoding.journal import Journal, read_records
-from refusion_jax.decoding.queue import mesh_of
 from refusion_jax.distributed.processes import gather_texts
 from refusion_jax.model.interface import LanguageModel
 
@@ -43,4 +42,4 @@ def exchange(model: LanguageModel, own: Sequence[Any], count: int) -> list[Any]:
 
 
 def _hosts(model: LanguageModel) -> int:
-    return 1 if mesh_of(model).is_multi_process else jax.process_count()
+    return 1 if model.mesh.is_multi_process else jax.process_count()

@@ -22,7 +22,6 @@ from refusion_jax.cli.errors import UserError, check_made
 from refusion_jax.cli.settings import declared
 from refusion_jax.data.interface import Tokenizer
 from refusion_jax.data.packing import fit
-from refusion_jax.decoding.queue import mesh_of
 from refusion_jax.decoding.requests import check_tokens, whole_numbers
 from refusion_jax.distributed import sharding
 from refusion_jax.distributed.processes import fetch
@@ -264,7 +263,7 @@ def _run(model: LanguageModel, items: Sequence[ScoredTokens]) -> Iterator[tuple[
     """(number of an item, the `log_probabilities` of its tokens) of all items, packed into rows."""
     if not items:
         return
-    longest, mesh = max(map(len, items)), mesh_of(model)
+    longest, mesh = max(map(len, items)), model.mesh
     T = math.lcm(max(_SHORTEST, 1 << (longest - 1).bit_length()), sharding.shard_count(mesh, "length"))
     shards = sharding.shard_count(mesh, "batch")
     B = max(1, min(_TOKENS // T, -(-sum(map(len, items)) // (T * shards))))

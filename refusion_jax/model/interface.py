@@ -9,9 +9,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.sharding import Mesh, NamedSharding
 from jaxtyping import Array, Bool, Float, Float32, Int32
 
 from refusion_jax.batch.visibility import Visibility
+from refusion_jax.distributed.sharding import make_mesh
 from refusion_jax.model.approximate_head import rounded_head, shortlisted_logits
 from refusion_jax.model.int8 import Int4Array, Int8Array, is_rounded
 from refusion_jax.model.key_values import KeyValues
@@ -59,6 +61,13 @@ class LanguageModel(nnx.Module):
     @abc.abstractmethod
     def logits(self, x: Float[Array, "B T _"]) -> Float32[Array, "B T V"]:
         """Logits from the result of `hidden` or `extend_hidden`, or from a part of its tokens."""
+
+    @property
+    def mesh(self) -> Mesh:
+        """The mesh of the weights, which may be abstract; for weights on one device, a mesh of that device."""
+        weights = (x for _, x in nnx.iter_graph(self) if isinstance(x, nnx.Variable))  # listing all would take 5 ms
+        place = jax.tree.leaves(next(weights))[0].sharding
+        return place.mesh if isinstance(place, NamedSharding) else make_mesh({}, list(place.device_set))
 
     def __call__(
         self, tokens: Int32[Array, "B T"], positions: Int32[Array, "B T"], visibility: Visibility

@@ -23,7 +23,7 @@ from refusion_jax.decoding.cache import bytes_per_token
 from refusion_jax.decoding.constrained import Matcher, batch_type
 from refusion_jax.decoding.decoder import Decoder
 from refusion_jax.decoding.memory import room_besides
-from refusion_jax.decoding.queue import batch_rows, mesh_of
+from refusion_jax.decoding.queue import batch_rows
 from refusion_jax.decoding.requests import Answer, Request, check_tokens, prepare, read_answer
 from refusion_jax.decoding.settings import Settings
 from refusion_jax.decoding.stops import Stops
@@ -117,7 +117,7 @@ class Engine:
         self.fills_gaps = decoder.fills_gaps  # whether text after an answer may be given
         self._model, self._second, self._making, self._prefix_cache = model, None, threading.Lock(), prefix_cache
         model = as_decoded(model, settings)
-        self.rows = batch_rows(rows, rows, mesh_of(model))
+        self.rows = batch_rows(rows, rows, model.mesh)
         blocks = _kept_blocks(model, decoder, self.rows, prefix_cache)
         self._empty = functools.partial(batch_type(decoder), model, decoder, self._largest[0], self.rows, blocks, True)
         self._batch = self._empty()
@@ -178,7 +178,7 @@ class Engine:
         """
         with self._making:
             if self._second is None or self._second.failure:
-                rows = batch_rows(-(-self.rows // 4), self.rows, mesh_of(self._model))
+                rows = batch_rows(-(-self.rows // 4), self.rows, self._model.mesh)
                 kept = self._prefix_cache and self._prefix_cache // 4
                 second = Engine(self._model, self.settings, rows, grammar, kept)
                 second.start()
@@ -373,7 +373,7 @@ def _kept_blocks(model: LanguageModel, decoder: Decoder, rows: int, most: int | 
 
     They take at most `most` bytes on each device; None: as many as the batch, but at most a quarter of what it leaves.
     """
-    tokens = min(rows * decoder.cache_length, room_besides(model, mesh_of(model), rows, decoder) // 4)
+    tokens = min(rows * decoder.cache_length, room_besides(model, model.mesh, rows, decoder) // 4)
     if most is not None:
-        tokens = most * shard_count(mesh_of(model), "heads") // bytes_per_token(model.config, model.cache_dtype)
+        tokens = most * shard_count(model.mesh, "heads") // bytes_per_token(model.config, model.cache_dtype)
     return tokens // decoder.prefix_block
