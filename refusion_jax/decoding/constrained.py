@@ -53,7 +53,7 @@ Matcher: TypeAlias = Any  # a grammar and the tokens that it has consumed: llgui
 
 
 @struct.dataclass
-class State(Continuation):
+class ConstrainedState(Continuation):
     """A cached text. The host replaces `drafts`, `drafted` and `allowed` before each forward pass."""
 
     last: Int32[Array, "B"]  # the last token, not in the cache yet
@@ -92,14 +92,14 @@ class Constrained(Continuer):
         own = {"reach": reach, "slot_size": size, "from_masks": from_masks}
         return cls.sized(requests, model, width=width, cache_length=text_capacity(requests) + width, **own)
 
-    def init(self, model: LanguageModel, layout: Layout, keys: Key[Array, "B"]) -> State:
+    def init(self, model: LanguageModel, layout: Layout, keys: Key[Array, "B"]) -> ConstrainedState:
         cache, last = kv.prefill_but_last(model, layout.given, self.chunk)
         B, N, U = len(last), self.reach, -(-model.config.vocab_size // 32)
         nothing = {"drafts": jnp.zeros((B, N - 1), jnp.int32), "drafted": jnp.zeros_like(last)}
         nothing |= {"allowed": jnp.zeros((B, N, U), jnp.int32), "guesses": jnp.zeros((B, self.new_tokens), jnp.int32)}
-        return State.start(layout, keys, self.width, cache=cache, last=last, **nothing)
+        return ConstrainedState.start(layout, keys, self.width, cache=cache, last=last, **nothing)
 
-    def step(self, model: LanguageModel, s: State) -> State:
+    def step(self, model: LanguageModel, s: ConstrainedState) -> ConstrainedState:
         """One forward pass, in which each row commits the accepted drafts and one more token."""
         N, K, count, offset = self.reach, self.slot_size, s.record.count[:, None], jnp.arange(self.reach)[None]
         place = count + offset  # in the answer, as all places here

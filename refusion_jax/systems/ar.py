@@ -50,7 +50,7 @@ class NextToken(Objective):
 
 
 @struct.dataclass
-class State(Continuation):
+class LeftToRightState(Continuation):
     """A cached text and its last token."""
 
     last: Int32[Array, "B"]  # the last token, not in the cache yet
@@ -66,11 +66,11 @@ class LeftToRight(Continuer):
         """N: the last token and, in decoders that verify drafts, those."""
         return 1 + requests[0].settings.draft_length
 
-    def init(self, model: LanguageModel, layout: Layout, keys: Key[Array, "B"]) -> State:
+    def init(self, model: LanguageModel, layout: Layout, keys: Key[Array, "B"]) -> LeftToRightState:
         cache, last = kv.prefill_but_last(model, layout.given, self.chunk)
-        return State.start(layout, keys, self.width, cache=cache, last=last)
+        return LeftToRightState.start(layout, keys, self.width, cache=cache, last=last)
 
-    def step(self, model: LanguageModel, s: State) -> State:
+    def step(self, model: LanguageModel, s: LeftToRightState) -> LeftToRightState:
         place = self.next_places(s)  # [B, 1]
         logits, cache = kv.extend(model, s.cache, s.last[:, None], place - 1)
         _, choosable = mask_logits(logits, s.places.may_end(place), self.ids)

@@ -122,7 +122,7 @@ class PassSettings(shared.Settings):
 
 
 @struct.dataclass
-class State(FilledText):
+class CausalBlocksState(FilledText):
     """The text, and the passes over each row's block."""
 
     passed: Int32[Array, "B"]  # forward passes over this block's masks
@@ -139,12 +139,12 @@ class CausalBlocks(Continuer):
         """K."""
         return requests[0].settings.draft_length
 
-    def init(self, model: LanguageModel, layout: Layout, keys: Key[Array, "B"]) -> State:
+    def init(self, model: LanguageModel, layout: Layout, keys: Key[Array, "B"]) -> CausalBlocksState:
         cache, last = kv.prefill_but_last(model, layout.given, self.chunk)
         own = {"cache": cache, "passed": jnp.zeros_like(last)}
-        return State.start_text(layout, keys, self.width, self.ids.mask_id, **own)
+        return CausalBlocksState.start_text(layout, keys, self.width, self.ids.mask_id, **own)
 
-    def step(self, model: LanguageModel, s: State) -> State:
+    def step(self, model: LanguageModel, s: CausalBlocksState) -> CausalBlocksState:
         """One forward pass over each row's block: reveals tokens, or commits a finished block."""
         K = self.width
         at = s.cache.length[:, None] + jnp.arange(K)[None]  # [B, K]; each predicts the token after it

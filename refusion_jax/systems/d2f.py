@@ -138,7 +138,7 @@ class PipelineSettings(shared.Settings):
 
 
 @struct.dataclass
-class State(masked.MaskedText):
+class PipelineState(masked.MaskedText):
     """The text, a cache, and the number of open blocks."""
 
     cache: kv.Cache  # of the prompt and of leading blocks without masks
@@ -161,13 +161,13 @@ class Pipeline(Decoder):
         chunk = rounded_up(max(len(request.given[0]) for request in requests))
         return cls.sized(requests, model, width=width, chunk=chunk, cache_length=text_capacity(requests) + width)
 
-    def init(self, model: LanguageModel, layout: Layout, keys: Key[Array, "B"]) -> State:
+    def init(self, model: LanguageModel, layout: Layout, keys: Key[Array, "B"]) -> PipelineState:
         """The initial state: prompts are cached, with bidirectional attention; no block is open."""
         cache = kv.prefill(model, layout.given, self.chunk, block_size=self.chunk)
         own = {"cache": cache, "opened": jnp.zeros_like(cache.length)}
-        return State.start_text(layout, keys, self.width, self.ids.mask_id, **own)
+        return PipelineState.start_text(layout, keys, self.width, self.ids.mask_id, **own)
 
-    def step(self, model: LanguageModel, s: State) -> State:
+    def step(self, model: LanguageModel, s: PipelineState) -> PipelineState:
         """One forward pass over the blocks in flight."""
         K, F, own = self.block_length, self.width, s.settings
         cached = (s.cache.length - s.first) // K  # [B] blocks
@@ -195,7 +195,7 @@ class Pipeline(Decoder):
         finished = jnp.where(s.active, jnp.sum(done, axis=1), 0)
         return after.replace(cache=kv.commit(cache, finished * K), opened=jnp.where(s.active, opened, s.opened))
 
-    def _open(self, s: State, cached: Int32[Array, "B"], left: Int32[Array, "B W"]) -> Int32[Array, "B"]:
+    def _open(self, s: PipelineState, cached: Int32[Array, "B"], left: Int32[Array, "B W"]) -> Int32[Array, "B"]:
         """Number of open blocks, with a new one if the last one is far enough, there is room, and no EOS yet."""
         last = s.opened - cached - 1  # in flight; -1 where all are cached
         of_last = jnp.take_along_axis(left, jnp.maximum(last, 0)[:, None], axis=1)[:, 0]

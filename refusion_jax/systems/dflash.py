@@ -148,10 +148,10 @@ class ReadAndDraft(ar.Speculative):
 
     settings: ClassVar[type[ReadingSettings]] = ReadingSettings
 
-    def init(self, model: LanguageModel, layout: Layout, keys: Key[Array, "B"]) -> ar.State:
+    def init(self, model: LanguageModel, layout: Layout, keys: Key[Array, "B"]) -> ar.LeftToRightState:
         return super().init(WithDrafter(model), layout, keys)
 
-    def step(self, model: LanguageModel, s: ar.State) -> ar.State:
+    def step(self, model: LanguageModel, s: ar.LeftToRightState) -> ar.LeftToRightState:
         """One forward pass of each model, after which each row commits the accepted drafts and one more token."""
         model, M = WithDrafter(model), self.width - 1
         drafts, q = self.draw_drafts(s, model.draft(s.last, self.next_places(s)[:, 0] - 1, s.cache, M))

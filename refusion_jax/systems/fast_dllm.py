@@ -71,7 +71,7 @@ class FastSettings(shared.Settings):
 
 
 @struct.dataclass
-class State(masked.MaskedText):
+class BlockCacheState(masked.MaskedText):
     """The text, and its kept keys and values."""
 
     entries: KeyValues  # C entries of each row; a leading part is valid
@@ -91,17 +91,17 @@ class BlockCache(masked.MaskedDecoder):
         own = super().for_requests(requests, model)
         return dataclasses.replace(own, cache_length=0 if own.reuse == "none" else own.width)
 
-    def init(self, model: LanguageModel, layout: Layout, keys: Key[Array, "B"]) -> State:
+    def init(self, model: LanguageModel, layout: Layout, keys: Key[Array, "B"]) -> BlockCacheState:
         """The initial state; there is no prefill, as the first forward pass runs over the whole text."""
         entries = Cache.empty(model, len(keys), self.cache_length).entries
-        return State.start_text(layout, keys, self.block_length, self.ids.mask_id, entries=entries)
+        return BlockCacheState.start_text(layout, keys, self.block_length, self.ids.mask_id, entries=entries)
 
-    def chosen(self, s: State, w: masked.Window, proposal: masked.Proposal) -> Bool[Array, "B K"]:
+    def chosen(self, s: BlockCacheState, w: masked.Window, proposal: masked.Proposal) -> Bool[Array, "B K"]:
         """The masks that reach the threshold, at least the most probable one."""
         p = proposal.probability
         return w.masked & ((p >= s.settings.threshold[:, None]) | (masked.ranks(p, w) == 0))
 
-    def step(self, model: LanguageModel, s: State) -> State:
+    def step(self, model: LanguageModel, s: BlockCacheState) -> BlockCacheState:
         """One forward pass: over the whole text for rows that begin a block, or over blocks for the others."""
         if self.reuse == "none":
             return super().step(model, s)
@@ -122,7 +122,7 @@ class BlockCache(masked.MaskedDecoder):
         return after.replace(entries=entries)
 
     def _whole(
-        self, model: LanguageModel, s: State, w: masked.Window, takes_part: Bool[Array, "B"]
+        self, model: LanguageModel, s: BlockCacheState, w: masked.Window, takes_part: Bool[Array, "B"]
     ) -> tuple[Float[Array, "B K D"], KeyValues]:
         """A pass over whole texts: (inputs of the output head for the block, the keys and values to keep)."""
         (start, fed), C = self._fed(s), self.width
@@ -147,7 +147,7 @@ class BlockCache(masked.MaskedDecoder):
         is_new = takes_part[None, :, None, None, None]
         return x, jax.tree.map(lambda new, old: jnp.where(is_new, new, old), stored(new), s.entries)
 
-    def _block(self, model: LanguageModel, s: State) -> tuple[Float[Array, "B K D"], KeyValues]:
+    def _block(self, model: LanguageModel, s: BlockCacheState) -> tuple[Float[Array, "B K D"], KeyValues]:
         """`_whole` for a forward pass over the block, on top of the kept keys and values."""
         start, fed = self._fed(s)
         F = self.block_length if self.reuse == "dual" else self.new_tokens  # with `dual` the block, else all from it on
@@ -160,7 +160,7 @@ class BlockCache(masked.MaskedDecoder):
         at = np.maximum(np.arange(self.block_length) - self.shifted, 0)
         return x[:, at], s.entries
 
-    def _fed(self, s: State) -> tuple[Int32[Array, "B"], Int32[Array, "B"]]:
+    def _fed(self, s: BlockCacheState) -> tuple[Int32[Array, "B"], Int32[Array, "B"]]:
         """(start, length) of what is fed on top of the cache: the block, or everything from its start on."""
         first = s.block_start(self.ids.mask_id)
         left = jnp.maximum(s.places.count - first, 0)

@@ -117,7 +117,7 @@ class StrideSettings(shared.Settings):
 
 
 @struct.dataclass
-class State(Continuation):
+class DraftAndCheckState(Continuation):
     """A cached text, its pending token and drafts."""
 
     pending: Int32[Array, "B"]  # the last token, not in the cache yet
@@ -142,14 +142,14 @@ class DraftAndCheck(Continuer):
         """N."""
         return (self.width + 1) // 2
 
-    def init(self, model: LanguageModel, layout: Layout, keys: Key[Array, "B"]) -> State:
+    def init(self, model: LanguageModel, layout: Layout, keys: Key[Array, "B"]) -> DraftAndCheckState:
         cache, last = kv.prefill_but_last(model, layout.given, self.chunk)
         B, M, V = len(last), self.stride - 1, model.config.vocab_size
         none = {"drafts": jnp.zeros((B, M), jnp.int32), "q": jnp.zeros((B, M, V), jnp.float32)}
         none |= {"pending": last, "drafted": jnp.zeros_like(last)}
-        return State.start(layout, keys, self.width, cache=cache, **none)
+        return DraftAndCheckState.start(layout, keys, self.width, cache=cache, **none)
 
-    def step(self, model: LanguageModel, s: State) -> State:
+    def step(self, model: LanguageModel, s: DraftAndCheckState) -> DraftAndCheckState:
         """One forward pass, in which each row commits the accepted drafts and one more token, and makes new drafts."""
         N, offset = self.stride, jnp.arange(self.width)[None]
         first = s.places.position[:, 0] + s.record.count  # [B], the place after the pending token

@@ -54,7 +54,7 @@ class DraftedSettings(shared.Settings):
 
 
 @struct.dataclass
-class State(Continuation):
+class DraftAndVerifyState(Continuation):
     """A cached text and the tokens of the last round."""
 
     drafter: kv.Cache
@@ -67,7 +67,7 @@ class DraftAndVerify(ar.Speculative):
 
     settings: ClassVar[type[DraftedSettings]] = DraftedSettings
 
-    def init(self, model: LanguageModel, layout: Layout, keys: Key[Array, "B"]) -> State:
+    def init(self, model: LanguageModel, layout: Layout, keys: Key[Array, "B"]) -> DraftAndVerifyState:
         cache, last = kv.prefill_but_last(model, layout.given, self.chunk)
         room = self.width - 2  # by which the drafter's input is longer than the model's: N tokens and M - 1 masks
         given = layout.given.replace(
@@ -78,9 +78,9 @@ class DraftAndVerify(ar.Speculative):
         drafter, _ = kv.prefill_but_last(model.drafter, given, self.chunk)
         recent = jnp.pad(last[:, None], ((0, 0), (0, self.width - 1)))
         own = {"cache": cache, "drafter": drafter, "recent": recent, "count": jnp.ones_like(last)}
-        return State.start(layout, keys, self.width, **own)
+        return DraftAndVerifyState.start(layout, keys, self.width, **own)
 
-    def step(self, model: LanguageModel, s: State) -> State:
+    def step(self, model: LanguageModel, s: DraftAndVerifyState) -> DraftAndVerifyState:
         """One forward pass of each model, after which each row commits the accepted drafts and one more token."""
         N, M = self.width, self.width - 1
         first, offset = self.next_places(s)[:, :1], jnp.arange(N + M - 1)[None]

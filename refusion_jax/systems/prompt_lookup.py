@@ -51,7 +51,7 @@ class LookupSettings(shared.Settings):
 
 
 @struct.dataclass
-class State(Continuation):
+class LookUpState(Continuation):
     """A cached text, as tokens to look up."""
 
     text: Int32[Array, "B C"]  # given and committed tokens; the last one is not in the cache yet
@@ -65,11 +65,11 @@ class LookUp(ar.Speculative):
 
     ngram: int
 
-    def init(self, model: LanguageModel, layout: Layout, keys: Key[Array, "B"]) -> State:
+    def init(self, model: LanguageModel, layout: Layout, keys: Key[Array, "B"]) -> LookUpState:
         cache, _ = kv.prefill_but_last(model, layout.given, self.chunk)
-        return State.start(layout, keys, self.width, cache=cache, text=layout.given.tokens)
+        return LookUpState.start(layout, keys, self.width, cache=cache, text=layout.given.tokens)
 
-    def step(self, model: LanguageModel, s: State) -> State:
+    def step(self, model: LanguageModel, s: LookUpState) -> LookUpState:
         """One forward pass, in which each row commits the accepted drafts and one more token."""
         N, places = self.width, self.next_places(s)
         drafts, drafted = look_up(s.text, places[:, 0], N - 1, self.ngram)

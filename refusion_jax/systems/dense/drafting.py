@@ -102,7 +102,7 @@ class Drafts:
 
 
 @struct.dataclass
-class State(Continuation):
+class DraftingState(Continuation):
     """The last token of each row, and the drafts that the next forward pass verifies."""
 
     pending: Int32[Array, "B"]  # the last token, not in the cache yet
@@ -164,7 +164,7 @@ class Drafting(Continuer):
 
         return max(self._passes, key=speed)
 
-    def init(self, model: LanguageModel, layout: Layout, keys: Key[Array, "B"]) -> State:
+    def init(self, model: LanguageModel, layout: Layout, keys: Key[Array, "B"]) -> DraftingState:
         """The initial state: all that is given is prefilled, and the first token committed."""
         given, N, P = layout.given, self.most[0], kv.tokens_at_once(self.chunk)
         B = len(given.length)
@@ -175,7 +175,7 @@ class Drafting(Continuer):
         last = given.length - before - 1
 
         own = {"pending": _at(tokens, last), "place": _at(places, last), "drafts": Drafts.none(B, N - 1)}
-        s = State.start(layout, keys, self.width, cache=cache, **own)
+        s = DraftingState.start(layout, keys, self.width, cache=cache, **own)
 
         prefixes = jnp.zeros((B, 1), jnp.int32)
         ahead = self._next_place(s)[:, None] + _mask_offsets(prefixes, N)
@@ -185,11 +185,11 @@ class Drafting(Continuer):
             fed, jnp.concatenate([places, ahead], axis=1), cache.entries, cache.length, visible
         )
         x = jnp.concatenate([jnp.take_along_axis(x, last[:, None, None], axis=1), x[:, P:]], axis=1)
-        after = self._advance(s, Drafts.none(B, 0), cache, model.logits(x), prefixes)
+        after = self._advance(s, Drafts.none(B, 0), model.logits(x), prefixes)
         cache = kv.Cache(kv.write(cache, new).entries, given.length)
         return after.replace(cache=cache, forwards=s.forwards)
 
-    def step(self, model: LanguageModel, s: State) -> State:
+    def step(self, model: LanguageModel, s: DraftingState) -> DraftingState:
         """One forward pass, in which each row commits the accepted drafts and one more token, and makes new drafts."""
         N, G = self.best_pass(model, len(s.pending))
         first = self._next_place(s)
@@ -202,15 +202,15 @@ class Drafting(Continuer):
         places = jnp.concatenate([s.place[:, None], first[:, None] + jnp.arange(N - 1)[None], ahead], axis=1)
         visible = kv.visible_to_masks(N, prefixes, N, self.slot_size)
         logits, cache = kv.extend(model, s.cache, fed, places, visible)
-        return self._advance(s, drafts, cache, logits, prefixes)
+        return self._advance(s.replace(cache=cache), drafts, logits, prefixes)
 
-    def _next_place(self, s: State) -> Int32[Array, "B"]:
+    def _next_place(self, s: DraftingState) -> Int32[Array, "B"]:
         return _at(s.places.position, jnp.minimum(s.record.count, self.new_tokens - 1))
 
     def _advance(
-        self, s: State, drafts: Drafts, cache: kv.Cache, logits: Float32[Array, "B _ V"], prefixes: Int32[Array, "B G"]
-    ) -> State:
-        """The next state, after a forward pass over these drafts, which has written to the cache.
+        self, s: DraftingState, drafts: Drafts, logits: Float32[Array, "B _ V"], prefixes: Int32[Array, "B G"]
+    ) -> DraftingState:
+        """The next state, after a forward pass over these drafts, which has written to the cache of `s`.
 
         The logits are those at the last token and the drafts, and then at the masks.
         """
@@ -229,7 +229,7 @@ class Drafting(Continuer):
         tokens, places = drawn[:, :n], places[:, :n]
         accepted = run_length((tokens[:, :-1] == drafts.tokens) & drafts.is_draft)
         tell(drafts.tokens, places[:, :-1], drafts.is_draft)
-        after, kept = s.commit(cache, tokens, places, jnp.minimum(accepted + 1, room), self.ids.eos_id)
+        after, kept = s.commit(s.cache, tokens, places, jnp.minimum(accepted + 1, room), self.ids.eos_id)
 
         last = jnp.maximum(kept - 1, 0)
         pending, place, new = _at(tokens, last), _at(places, last), s.drafts.replace(count=jnp.zeros_like(kept))

@@ -46,7 +46,7 @@ class Work:
 
 
 @struct.dataclass
-class State(RowState):
+class SlotState(RowState):
     """The current block of each row, its work, and the cache."""
 
     places: Canvas
@@ -121,13 +121,13 @@ class SlotDecoder(Decoder):
     def lay_out(self, requests: Sequence[Request]) -> Layout:
         return Layout.of(requests, self.cache_length, Canvas.of(requests, self.slots))
 
-    def init(self, model: LanguageModel, layout: Layout, keys: Key[Array, "B"]) -> State:
+    def init(self, model: LanguageModel, layout: Layout, keys: Key[Array, "B"]) -> SlotState:
         zeros = jnp.zeros(keys.shape, jnp.int32)
         first_block = layout.places.block(zeros, self.block_slots)
         drafts = jnp.zeros((*first_block.size.shape, self.slot_size), jnp.int32)
         nothing = Reading(drafts, drafts * 0.0, drafts * 0.0)
         work = self.begin(drafts[:, :, 0] > 0, nothing)
-        return State(
+        return SlotState(
             record=Record.empty(len(zeros), self.slots * self.slot_size + self.block),
             places=layout.places,
             settings=layout.settings,
@@ -150,7 +150,7 @@ class SlotDecoder(Decoder):
     def scored(self, model: LanguageModel, rows: int) -> int:
         return self.sizes(model, rows).portion
 
-    def step(self, model: LanguageModel, s: State) -> State:
+    def step(self, model: LanguageModel, s: SlotState) -> SlotState:
         """One forward pass over drafts, a plan and masks, whose results are used as each row's phase says."""
         sizes = self.sizes(model, len(s.block))
         here, following = (s.places.block(s.block + i, self.block_slots) for i in (0, 1))
@@ -189,7 +189,7 @@ class SlotDecoder(Decoder):
         )
 
     def choose_plan(
-        self, s: State, needs: Needs, here: Block, following: Block, sizes: Sizes
+        self, s: SlotState, needs: Needs, here: Block, following: Block, sizes: Sizes
     ) -> tuple[Block, Bool[Array, "B M"], Int32[Array, ""]]:
         """(the block of each row's plan, its planned slots; the shape to run).
 
@@ -217,8 +217,8 @@ class SlotDecoder(Decoder):
         return plan_block, planned | next_slots & (is_granted & (requested > 0))[:, None], shape
 
     def commit(
-        self, s: State, drafts: Int32[Array, "B M K"], committed: Bool[Array, "B M K"], following: Block, feed: Feed
-    ) -> State:
+        self, s: SlotState, drafts: Int32[Array, "B M K"], committed: Bool[Array, "B M K"], following: Block, feed: Feed
+    ) -> SlotState:
         """Commits drafts, and moves rows with a finished block to the following one or ends them.
 
         A committed EOS, which is then the last committed token, drops the slots after it and all further blocks;

@@ -32,7 +32,7 @@ class SlotPlaces(Places):
 
 
 @struct.dataclass
-class State(Continuation):
+class SequentialState(Continuation):
     """A cached text and its last token."""
 
     last: Int32[Array, "B"]  # the last token, not in the cache yet
@@ -57,12 +57,12 @@ class Sequential(Continuer):
         begins = [np.isin(row, own) for row, own in zip(layout.places.position, starts, strict=True)]
         return layout.replace(places=SlotPlaces(**vars(layout.places), begins=np.stack(begins)))
 
-    def init(self, model: LanguageModel, layout: Layout, keys: Key[Array, "B"]) -> State:
+    def init(self, model: LanguageModel, layout: Layout, keys: Key[Array, "B"]) -> SequentialState:
         cache, last = kv.prefill_but_last(model, layout.given, self.chunk)
         at = jnp.take_along_axis(layout.given.positions, cache.length[:, None], axis=1)[:, 0]
-        return State.start(layout, keys, self.width, cache=cache, last=last, last_place=at)
+        return SequentialState.start(layout, keys, self.width, cache=cache, last=last, last_place=at)
 
-    def step(self, model: LanguageModel, s: State) -> State:
+    def step(self, model: LanguageModel, s: SequentialState) -> SequentialState:
         at = jnp.minimum(s.record.count, self.new_tokens - 1)[:, None]
         place, from_mask = (jnp.take_along_axis(x, at, axis=1) for x in (s.places.position, s.places.begins))
         tokens = jnp.stack([s.last, jnp.full_like(s.last, self.ids.mask_id)], axis=1)
