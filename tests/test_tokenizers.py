@@ -59,9 +59,9 @@ def test_chats_are_rendered_with_and_without_thinking_and_with_the_beginning_of_
     assert tokenizer.encode_prompts(["hi", None]) == [plain.encode(asked, add_special_tokens=False).ids, []]
     assert tokenizer.render_chat(turns, thinking=True) == asked
     assert tokenizer.render_chat(turns, thinking=False) == asked + "<think>\n\n</think>\n\n"
-    begun = [*turns, {"role": "assistant", "content": "```python\n"}]
-    text = tokenizer.render_chat(begun, thinking=True, answer_begun=True)
-    assert text == asked + "```python\n"
+    for begun in ("```python\n", "\n```python\n", "im"):  # as in lm_eval's mbpp_instruct; a part of <|im_end|>
+        text = tokenizer.render_chat([*turns, {"role": "assistant", "content": begun}], True, answer_begun=True)
+        assert text == asked + begun
     assert tokenizer.encode_chat([text])[0][0] == plain.token_to_id(BOS)  # the mark, not its letters
     assert (tokenizer.bos_id, tokenizer.eos_id) == (-1, plain.token_to_id(EOS))
     assert tokenizer.pad_id == plain.token_to_id("<|endoftext|>")

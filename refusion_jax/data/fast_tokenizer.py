@@ -17,6 +17,7 @@ from refusion_jax.distributed.json_files import parse_json, read_json
 from refusion_jax.distributed.storage import read_file
 
 MASK_TOKEN = "<|mask|>"  # ReFusion's on Qwen3's vocabulary
+_HERE = "END_OF_WHAT_THE_ANSWER_BEGINS_WITH "  # marks that place in a rendered conversation
 THINKING = {"unset": None, "true": True, "false": False}  # of `enable_thinking`, which some chat templates ask for
 _KINDS = ("bos", "eos", "pad")
 # How byte-level vocabularies write bytes: printable ones as they are, the others as characters from 256 on.
@@ -195,6 +196,8 @@ class FastTokenizer(Tokenizer):
           answer_begun: the last message is the beginning of the answer; otherwise the answer begins after all of them.
           tools: functions that the template presents to the model, in OpenAI's form.
         """
+        if answer_begun:
+            messages = [*messages[:-1], messages[-1] | {"content": messages[-1]["content"] + _HERE}]
         variables = self._special | {"messages": messages, "add_generation_prompt": not answer_begun}
         variables |= {"tools": tools or None, "documents": None}  # None is none, as in transformers
         thinking = self.thinking if thinking is None else thinking
@@ -203,10 +206,10 @@ class FastTokenizer(Tokenizer):
         text = self._template.render(**variables)
         if not answer_begun:
             return text
-        begun = messages[-1]["content"]
-        at = text.rfind(begun.strip())
-        whole = text[at:].startswith(begun)  # otherwise the template has stripped its end
-        return text[:at] + (begun if whole else begun.rstrip())
+        begun, mark, rest = text.rpartition(_HERE.strip())
+        if not mark:
+            raise UserError("the chat template leaves out the beginning of the answer")
+        return begun if rest.startswith(" ") else begun.rstrip()  # otherwise it strips the end of a text
 
     def encode_chat(self, texts: list[str]) -> list[list[int]]:
         """Token ids of rendered conversations, in which names of special tokens stand for these."""
