@@ -166,6 +166,10 @@ def test_a_missing_key_is_refused():
         ({"mesh.sequence": 8, "row_length": 1001}, "row_length=1001: does not divide.*the next size that does is 1008"),
         ({"mesh.tensor": 2, "model.vocab_size": 4095}, "model.vocab_size=4095.*the next size that does is 4096"),
         ({"mesh.fsdp": 8, "model.hidden_size": 100}, "model.hidden_size=100: does not divide into 8 parts"),
+        (
+            {"mesh.sequence": 8, "row_length": 1024, "objective": "dense", "dense.copies": 0.3},
+            "row_length=1024: objective=dense makes inputs of 1332 tokens of it, not divisible by mesh.sequence=8",
+        ),
     ],
 )
 def test_sizes_that_the_mesh_does_not_divide_are_refused_with_the_next_that_works(keys, said):

@@ -183,6 +183,10 @@ def check_mesh(c: ml_collections.ConfigDict, mesh: jax.sharding.Mesh) -> None:
             fewer, larger = max(n for n in range(1, parts) if size % n == 0), -(-size // parts) * parts
             why = f"does not divide into {parts} parts ({names}); the next size that does is {larger}"
             _refuse(c, key, f"{why}, and the nearest mesh has {fewer} parts there")
+    length, parts = make_objective(c, mask_id=0).input_length(c.row_length), sharding.shard_count(mesh, "length")
+    if length % parts:
+        why = f"objective={c.objective} makes inputs of {length} tokens of it, not divisible by mesh.sequence={parts}"
+        _refuse(c, "row_length", why)
 
 
 def _get(c: ml_collections.ConfigDict, key: str) -> Any:
