@@ -3,7 +3,7 @@
 # the extras in $1 ("" or "[test]"), with the versions of the lock file $2, if any. Done once; again only after
 # requirements.txt, pyproject.toml or the lock file have changed.
 cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit
-if [ ! -x .venv/bin/python ]; then
+if [ ! -x .venv/bin/python ] || [ ! -x .venv/bin/pip ]; then # a venv that was interrupted has no pip
   for python in python3 python3.13 python3.12 python3.11 none; do
     if "$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then break; fi
   done

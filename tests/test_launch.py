@@ -185,16 +185,22 @@ def test_a_worker_says_whether_it_is_to_be_started_again(tmp_path, ended, said):
 
 def test_a_worker_installs_the_locked_versions_once_and_again_after_a_failure_or_a_change(tmp_path):
     shutil.copytree(ROOT / "launch", tmp_path / "launch")
-    (tmp_path / ".venv" / "bin").mkdir(parents=True)
-    for name, line in {"python": "", "pip": 'echo "$*" >>calls\n[ ! -e broken ]\n'}.items():
-        (tmp_path / ".venv" / "bin" / name).write_text(f"#!/bin/sh\n{line}")
-        (tmp_path / ".venv" / "bin" / name).chmod(0o755)
+    begun, path = tmp_path / ".venv" / "bin", tmp_path / "path"  # an interrupted `python -m venv` leaves no pip
+    for folder, name, line in [
+        (begun, "python", ""),
+        (path, "python3", f"[ $1 = -c ] || cp {path}/pip .venv/bin/pip\n"),
+        (path, "pip", 'echo "$*" >>calls\n[ ! -e broken ]\n'),
+    ]:
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(f"#!/bin/sh\n{line}")
+        (folder / name).chmod(0o755)
     for name in ("requirements.txt", "pyproject.toml", "broken"):
         (tmp_path / name).touch()
 
     def install() -> tuple[int, list[str]]:
         (tmp_path / "calls").write_text("")
-        done = subprocess.run(["bash", str(tmp_path / "launch" / "worker.sh"), "install"], timeout=60)
+        env = os.environ | {"PATH": f"{path}:{os.environ['PATH']}"}
+        done = subprocess.run(["bash", str(tmp_path / "launch" / "worker.sh"), "install"], env=env, timeout=60)
         calls = (tmp_path / "calls").read_text().splitlines()
         return done.returncode, [call.removeprefix("install --quiet --disable-pip-version-check ") for call in calls]
 
