@@ -104,6 +104,16 @@ def test_the_page_of_the_server_answers(browser, trained_run):
         WebDriverWait(browser, 60).until(lambda b: b.execute_script(ended))
         assert browser.find_element("css selector", "article:not(.user) .figures").text
         look(browser, "chat_answered")
+        phone = {"width": 360, "height": 640, "deviceScaleFactor": 1, "mobile": False}
+        browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", phone)
+        browser.find_element("css selector", "[value=text]").click()
+        browser.find_element("id", "input").send_keys("Sort 7 3 9 1.")
+        hidden = "return $('text').getBoundingClientRect().bottom - $('ask').getBoundingClientRect().top"
+        written = "return document.querySelectorAll('#text button').length"
+        for count in range(1, 4):
+            browser.find_element("id", "send").click()
+            WebDriverWait(browser, 60).until(lambda b, n=count: b.execute_script(written) == n)
+            assert browser.execute_script(hidden) <= 0  # the newest answer is in sight
         browser.get("about:blank")
 
 
