@@ -108,7 +108,12 @@ def test_a_run_that_could_be_faster_is_told_how():
     assert told("8b", kind="TPU v5", chips=32) == "--config.remat=products"
     assert told("8b", kind="TPU7x", chips=128) == "--config.remat=products"  # two devices are a chip
     not_searched = [told("8b", chips=65), told("8b", kind="cpu"), told("8b", batch_size=256), told("4b")]
-    assert [told("8b,v6e-64"), told("8b", row_length=8192), *not_searched] == [""] * 6
+    not_searched += [
+        told("8b", objective="block_diffusion"),
+        told("8b", quantization="int8"),
+        told("8b", lora={"rank": 8}),
+    ]
+    assert [told("8b,v6e-64"), told("8b", row_length=8192), *not_searched] == [""] * 9
 
 
 LOST = "HloModule x\nENTRY %main () -> f32[] {\n ROOT %c = f32[] while(p), condition=%q, body=%r\n}\n"

@@ -7,11 +7,13 @@ from collections.abc import Sequence
 import jax
 import ml_collections
 
+from refusion_jax.config import make_objective
 from refusion_jax.distributed.chips import find_chip
 
 # By hidden size, layers, heads and MLP size, then by slice: changes to a config that otherwise has remat=full, one copy
-# of the weights, no accumulation, and steps of 128 rows of 4,096 tokens.
+# of the weights, no accumulation, and steps of 128 rows of 4,096 tokens, each of which is one token of the input.
 _SEARCHED = {"row_length": 4096, "batch_size": 128, "mesh.tensor": 1, "mesh.sequence": 1}
+_SEARCHED |= {"optimizer": "adamw", "quantization": "none", "lora.rank": 0}
 FASTEST: dict[tuple[int, int, int, int], dict[str, dict]] = {
     (4096, 36, 32, 12288): {  # Qwen3 8B
         "v4:2x4x4": {"remat": "outputs", "accumulation": 2},
@@ -30,6 +32,8 @@ FASTEST: dict[tuple[int, int, int, int], dict[str, dict]] = {
 def faster_settings(config: ml_collections.ConfigDict, devices: Sequence[jax.Device]) -> str:
     """Flags that make a step of this model and batch faster on these devices; "" if none are known."""
     model = config.model
+    if make_objective(config, mask_id=0).input_length(config.row_length) > config.row_length:
+        return ""
     shape = model.hidden_size, model.num_hidden_layers, model.num_attention_heads, model.intermediate_size
     for topology, settings in FASTEST.get(shape, {}).items():
         chip, sides = find_chip(topology), topology.split(":")[1].split("x")
