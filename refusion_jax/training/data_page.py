@@ -22,6 +22,7 @@ from refusion_jax.training.run_report import PAGES
 BEGINNING = b"<!doctype html><!-- prepared data, by refusion_jax.inspect_data -->"  # of every page
 _SAMPLES, _TOKENS = 8, 300
 _DROPPED, _PER_REASON = 20_000, 3  # lines of dropped.jsonl that are read, and shown for each reason
+_BOTH = "Held-out documents are counted, too."
 _USE = 0.4  # share of a chip's peak that large dense models reach (MaxText's and PaLM's reports: 0.38 to 0.67)
 
 _Table = tuple[str, str, tuple[str, ...], list[tuple]]  # heading, note, column names, rows; floats are shares of 1
@@ -40,8 +41,8 @@ def data_page(data: PreparedRows, tokenizer: Tokenizer, config: ml_collections.C
     languages = {name or "not looked for": count for name, count in manifest.languages.items()}
     tables: list[_Table] = [
         ("Contents", "", ("what", "value"), list(contents.items())),
-        ("Sources", "Held-out documents are counted, too.", ("--input", "tokens", "share"), _shares(manifest.sources)),
-        ("Lengths", "", ("tokens of a document", "documents", "share"), _of(lengths, sum(lengths.values()))),
+        ("Sources", _BOTH, ("--input", "tokens", "share"), _shares(manifest.sources)),
+        ("Lengths", _BOTH, ("tokens of a document", "documents", "share"), _of(lengths, sum(lengths.values()))),
         (
             "Left out",
             "Of all examples.",
@@ -49,7 +50,7 @@ def data_page(data: PreparedRows, tokenizer: Tokenizer, config: ml_collections.C
             _of(manifest.dropped, manifest.input["examples"]),
         ),
         ("Left out: some of them", "", ("why", "where", "how it begins, or what is wrong"), _dropped(data.path)),
-        ("Languages", "", ("language", "documents", "share"), _shares(languages)),
+        ("Languages", _BOTH, ("language", "documents", "share"), _shares(languages)),
     ]
     if config is not None:
         tables.append(_estimate(data, tokenizer, config))
