@@ -17,6 +17,7 @@ from refusion_jax.batch.rows import Rows, noise_keys, row_index
 from refusion_jax.config import make_objective
 from refusion_jax.config.run_config import read_config
 from refusion_jax.data.packing import PackedRows
+from refusion_jax.data.tokenizer import SentencePieceTokenizer
 from refusion_jax.distributed import sharding
 from refusion_jax.distributed.sharding import make_mesh
 from refusion_jax.evaluation import benchmark, heldout
@@ -211,6 +212,14 @@ def test_settings_are_reported_that_made_a_difference(how, used):
     named = {name: found[name] for name in ("slot_size", "order", "draws", "seed") if name in found}
     assert named == used
     assert found["method"] == how["method"]
+
+
+def test_a_text_that_is_cut_between_the_bytes_of_a_character_has_no_more_bytes_than_before():
+    tokenizer, text = SentencePieceTokenizer.train(["It is a number."] * 9, 280), "日本語 é " * 16
+    tokens = np.array(tokenizer.encode([text]), np.int32).reshape(-1, 16)  # one for each byte
+    rows = PackedRows(tokens, np.ones_like(tokens), np.ones_like(tokens, bool))
+    model = tiny_model(vocab_size=288, num_tokens=280)
+    assert held_out_bits(model, tokenizer, rows, method="refusion")["bytes"] == len(text.encode())
 
 
 def test_data_that_cannot_be_evaluated_is_named(tmp_path):

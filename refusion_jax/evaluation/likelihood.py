@@ -135,7 +135,7 @@ def held_out_bits(
     """
     system = system_of(how["method"]) if how.get("method") else default_system()
     prompts, responses = documents(rows, system.scoring.needs_prompt)
-    size = sum(len(tokenizer.decode(response.tolist()).encode()) for response in responses)
+    size = sum(_bytes_of(response.tolist(), tokenizer) for response in responses)
     if not size:
         return {}
     own = own_share(model, len(prompts))
@@ -153,6 +153,12 @@ def held_out_bits(
         "bytes": size,
         **_used(system, **how),
     }
+
+
+def _bytes_of(ids: list[int], tokenizer: Tokenizer) -> int:
+    """The length of a text in bytes. It may be cut within a character, which `decode` replaces by U+FFFD."""
+    text = tokenizer.decode(ids)
+    return sum(len(tokenizer.spelling(id)) for id in ids) if "\ufffd" in text else len(text.encode())
 
 
 def _has_slots(system: System) -> bool:
