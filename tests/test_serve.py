@@ -203,6 +203,7 @@ def test_text_after_the_answer_is_seen_as_in_a_template(client, library):
     out = decode(model, [Request(prompt, template=(8, suffix))], own)
     answer = client.completions.create(model="tiny", prompt=TEXTS[0], suffix=" then 4", max_tokens=8)
     assert answer.choices[0].text == tokenizer.decode(out.tokens[0][:8])
+    assert answer.usage.prompt_tokens == len(prompt) + len(suffix)
 
 
 def test_settings_of_decoding_are_for_one_request(client, library):

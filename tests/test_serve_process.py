@@ -270,6 +270,11 @@ BAD = {
         400,
         "^suffix: an answer that has to follow a grammar",
     ),
+    "scores before a text": (
+        {"prompt": "a", "suffix": "b", "max_tokens": 4, "logprobs": 0},
+        400,
+        "^suffix: logprobs of an answer with text after it are not known$",
+    ),
     "another grammar": (
         {"prompt": "a", "structured_outputs": {"grammar": "root ::= x"}},
         400,

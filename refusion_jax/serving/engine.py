@@ -367,6 +367,11 @@ class Choice:
     stops: Stops
     engine: Engine  # that decodes it
 
+    @property
+    def given(self) -> int:
+        """Number of tokens that the model is given: the prompt, and the text after the answer."""
+        return len(self.request.given[0] if self.request else self.prompt)
+
 
 def _kept_blocks(model: LanguageModel, decoder: Decoder, rows: int, most: int | None) -> int:
     """The number of blocks of the prefix cache; see `decoding.prefixes`.

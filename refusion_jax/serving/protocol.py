@@ -157,6 +157,8 @@ class Completion(_Body):
             raise ValueError("suffix: an answer that has to follow a grammar has no text after it")
         if self.suffix is not None and not self.max_tokens:
             raise ValueError("suffix: needs max_tokens, the length of the gap before it")
+        if self.suffix is not None and self.logprobs is not None:
+            raise ValueError("suffix: logprobs of an answer with text after it are not known")
         if len(self.prompt) * self.n > _MOST_CHOICES:
             raise ValueError(f"prompt: with n={self.n} for each of them, at most {_MOST_CHOICES // self.n} are served")
         return self

@@ -77,7 +77,7 @@ class Reply:
                 missing -= 1
                 metrics.finished(delta.finish_reason, len(delta.tokens), answer.forwards if answer else 0, seconds)
                 if answer:
-                    metrics.given.inc(len(self._choices[number].prompt))
+                    metrics.given.inc(self._choices[number].given)
                     metrics.cached.inc(self._jobs[number].cached)
             yield number, delta, answer
 
@@ -179,7 +179,7 @@ class Reply:
         return fields
 
     def _usage(self) -> dict[str, Any]:
-        given = sum(len(one.prompt) for one in self._choices[:: self._body.n])
+        given = sum(one.given for one in self._choices[:: self._body.n])
         cached = sum(job.cached for job in self._jobs[:: self._body.n])
         return {
             "prompt_tokens": given,
