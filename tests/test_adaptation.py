@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
-from conftest import TINY_RUN, config_with, logits_of, run, tiny_config, tiny_model
+from conftest import TINY_RUN, config_with, logits_of, run, tiny_model
 from etils import epath
 from flax import nnx
 from helpers import write_lines, write_tokenizer
@@ -26,12 +26,8 @@ from refusion_jax.checkpoints.run_directory import read_adapters, read_objective
 from refusion_jax.data.dataset import load_dataset
 from refusion_jax.data.fast_tokenizer import load_tokenizer_file, tokenizer_hash
 from refusion_jax.data.tokenizer import SentencePieceTokenizer
-from refusion_jax.distributed import sharding
 from refusion_jax.model import huggingface
-from refusion_jax.model.flops import weights_in_layers
 from refusion_jax.model.lora import INPUTS, Lora, add_adapters
-from refusion_jax.systems.interface import train_flops_per_row
-from refusion_jax.training.program import train_program
 
 
 @pytest.fixture
@@ -366,33 +362,6 @@ def test_merged_weights_compute_what_adapters_do(targets):
     merged_model = nnx.merge(nnx.graphdef(tiny_model()), merged)
     np.testing.assert_allclose(logits_of(merged_model, tokens), adapted, atol=1e-5)
     assert not np.allclose(adapted, plain, atol=1e-2)
-
-
-def test_only_what_is_trained_has_optimizer_state_and_float32_and_all_of_it_is_split_as_its_weight():
-    changes = {"lora.rank": 4, "lora.full": "final_norm", "init_from": "somewhere", "dtype": "bfloat16"}
-    shape = tiny_config(num_attention_heads=4, num_key_value_heads=2)
-    config = config_with(**changes, batch_size=8, row_length=32)
-    mesh = sharding.make_mesh({"fsdp": 2, "tensor": 2}, jax.devices()[:4])
-    program = train_program(config, shape, mesh)
-    state, lora = program.target, program.lora
-    assert state.params.keys() == {"layers", "final_norm"}
-    assert state.params["layers"].keys() == {f"{name}_{side}" for name in INPUTS for side in "ab"}
-    assert {x.dtype for x in jax.tree.leaves(state.params)} == {jnp.dtype("float32")}
-    assert {x.dtype for x in jax.tree.leaves(state.frozen)} == {jnp.dtype("bfloat16")}
-    trained, moments = (sum(x.size for x in jax.tree.leaves(t)) for t in (state.params, state.opt_state))
-    assert 2 * trained <= moments < 2 * trained + 8  # two moments of each, and a few counters
-    products = weights_in_layers(shape, 0) + shape.vocab_size * shape.hidden_size
-    no_gradient = 32 * 2 * products  # of the weights, for the 32 tokens of a row
-    assert program.flops_per_row == train_flops_per_row(program.objective, shape, 32) - no_gradient
-
-    def where(tree):
-        return jax.tree.map(lambda x: (x.shape, x.sharding.is_fully_replicated), tree)
-
-    assert where(lora.targets_like(program.base)) == where(state.params)
-    found = state.params["layers"]["q_proj_a"].sharding.shard_shape(state.params["layers"]["q_proj_a"].shape)
-    assert found[1] * 2 == shape.hidden_size
-    found = state.params["layers"]["q_proj_b"].sharding.shard_shape(state.params["layers"]["q_proj_b"].shape)
-    assert found[2] * 2 == shape.num_attention_heads
 
 
 @pytest.mark.parametrize(("key", "value"), [("rank", -4), ("alpha", float("nan")), ("targets", "("), ("full", [])])

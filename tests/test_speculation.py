@@ -36,7 +36,6 @@ from refusion_jax.checkpoints.load import load_for
 from refusion_jax.checkpoints.run_directory import write_model_config
 from refusion_jax.checkpoints.weights import save_params
 from refusion_jax.config.model import check_fits
-from refusion_jax.data.fast_tokenizer import first_difference
 from refusion_jax.decoding.auxiliary import with_auxiliaries
 from refusion_jax.decoding.cache import bytes_per_token, visible_to_masks
 from refusion_jax.decoding.memory import bytes_needed
@@ -48,7 +47,6 @@ from refusion_jax.systems.api import decoder_for
 from refusion_jax.systems.dense import drafting, objective
 from refusion_jax.systems.dense.objective import DenseSlots, Noise, dense_batch, draw_noise
 from refusion_jax.systems.registry import decoders_for
-from refusion_jax.training.inspection import training_batch
 from refusion_jax.training.program import train_program
 
 
@@ -258,14 +256,6 @@ def test_a_system_that_reads_another_model_and_has_no_decoder_trains(tmp_path):
     flags = [f"--config={tmp_path / 'mine.py'}", "--config.objective=mine", f"--config.mine.reads={tmp_path}"]
     _, err = run("train", *flags, "--config.data.examples=500", f"--workdir={tmp_path / 'drafter'}", code=2)
     assert re.search("^error: --config.model.", err)
-
-
-def test_inspect_data_shows_rows_in_the_tokens_of_the_model_that_is_read(tmp_path):
-    """As `train` does, where neither the config nor the run has a tokenizer."""
-    tiny_qwen3(tmp_path)
-    config = config_with(objective="dflash", row_length=512, **{"data.path": "tasks", "data.examples": 50})
-    config.dflash.reads = str(tmp_path)
-    assert first_difference(training_batch(config, None, 0)[0], find_tokenizer(epath.Path(tmp_path))) is None
 
 
 def many(rows: Rows, count: int) -> Rows:

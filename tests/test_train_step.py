@@ -1,4 +1,4 @@
-"""The train step: schedules and optimizers, noise, devices, accumulation, and products in int8 and fp8."""
+"""The train step: schedules and optimizers, noise, devices, accumulation, adapters, and products in int8 and fp8."""
 
 import dataclasses
 import functools
@@ -20,10 +20,13 @@ from refusion_jax.config import make_objective
 from refusion_jax.config.model import model_config
 from refusion_jax.distributed import sharding
 from refusion_jax.distributed.sharding import constrain, make_mesh
+from refusion_jax.model.flops import weights_in_layers
 from refusion_jax.model.int8 import round_to
+from refusion_jax.model.lora import INPUTS as ADAPTED
 from refusion_jax.model.quantized_training import DTYPES, quantized_linear
 from refusion_jax.model.shape import ModelConfig
 from refusion_jax.model.transformer import Transformer
+from refusion_jax.systems.interface import train_flops_per_row
 from refusion_jax.systems.registry import find_system
 from refusion_jax.training.loop import Now
 from refusion_jax.training.optimizer import make_optimizer, make_schedule
@@ -338,3 +341,30 @@ def test_narrow_products_of_experts_are_refused(name):
     with pytest.raises(SettingError, match="quantization") as error:
         train_program(config, model_config(config), make_mesh({"fsdp": 1}, jax.devices()[:1]))
     assert error.value.as_flag.startswith(f"--config.quantization={name}: models with experts")
+
+
+def test_only_what_is_trained_has_optimizer_state_and_float32_and_all_of_it_is_split_as_its_weight():
+    changes = {"lora.rank": 4, "lora.full": "final_norm", "init_from": "somewhere", "dtype": "bfloat16"}
+    shape = tiny_config(num_attention_heads=4, num_key_value_heads=2)
+    config = config_with(**changes, batch_size=8, row_length=32)
+    mesh = sharding.make_mesh({"fsdp": 2, "tensor": 2}, jax.devices()[:4])
+    program = train_program(config, shape, mesh)
+    state, lora = program.target, program.lora
+    assert state.params.keys() == {"layers", "final_norm"}
+    assert state.params["layers"].keys() == {f"{name}_{side}" for name in ADAPTED for side in "ab"}
+    assert {x.dtype for x in jax.tree.leaves(state.params)} == {jnp.dtype("float32")}
+    assert {x.dtype for x in jax.tree.leaves(state.frozen)} == {jnp.dtype("bfloat16")}
+    trained, moments = (sum(x.size for x in jax.tree.leaves(t)) for t in (state.params, state.opt_state))
+    assert 2 * trained <= moments < 2 * trained + 8  # two moments of each, and a few counters
+    products = weights_in_layers(shape, 0) + shape.vocab_size * shape.hidden_size
+    no_gradient = 32 * 2 * products  # of the weights, for the 32 tokens of a row
+    assert program.flops_per_row == train_flops_per_row(program.objective, shape, 32) - no_gradient
+
+    def where(tree):
+        return jax.tree.map(lambda x: (x.shape, x.sharding.is_fully_replicated), tree)
+
+    assert where(lora.targets_like(program.base)) == where(state.params)
+    found = state.params["layers"]["q_proj_a"].sharding.shard_shape(state.params["layers"]["q_proj_a"].shape)
+    assert found[1] * 2 == shape.hidden_size
+    found = state.params["layers"]["q_proj_b"].sharding.shard_shape(state.params["layers"]["q_proj_b"].shape)
+    assert found[2] * 2 == shape.num_attention_heads

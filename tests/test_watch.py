@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from conftest import MASK, TINY_RUN, config_with, equipped, forward, run, serving, settings, sharp_model
 from flax import nnx
-from helpers import Bytes, Letters, check_page, loss_terms, write_lines
+from helpers import Bytes, Letters, check_page, loss_terms, tiny_qwen3, write_lines
 from rich.console import Console
 
 from refusion_jax import DecodeSettings
@@ -25,6 +25,7 @@ from refusion_jax.checkpoints.weights import save_params
 from refusion_jax.config import make_objective
 from refusion_jax.config.model import model_config
 from refusion_jax.config.run_config import read_config
+from refusion_jax.data.fast_tokenizer import first_difference
 from refusion_jax.data.prepared import PreparedRows
 from refusion_jax.decoding.player import BEGINNING, REFUSED, REPAIRED, VERIFIED, WAITING, Decodings, page
 from refusion_jax.decoding.prompts import spelled
@@ -376,3 +377,11 @@ def test_a_page_tells_what_is_in_prepared_data_and_what_training_on_it_takes(tmp
     epoch = train_program(config, shape, make_mesh({}, jax.devices()[:1])).flops_per_row * len(data)
     assert f"{epoch:.3g}" in data_page.data_page(data, tokenizer, config)  # as in training, with the target model's
     run("inspect_data", f"--data={output}", "--row=0", f"--html={page}", code=2)  # no page of a row stands there
+
+
+def test_inspect_data_shows_rows_in_the_tokens_of_the_model_that_is_read(tmp_path):
+    """As `train` does, where neither the config nor the run has a tokenizer."""
+    tiny_qwen3(tmp_path)
+    config = config_with(objective="dflash", row_length=512, **{"data.path": "tasks", "data.examples": 50})
+    config.dflash.reads = str(tmp_path)
+    assert first_difference(training_batch(config, None, 0)[0], load_tokenizer(tmp_path)) is None
