@@ -23,7 +23,7 @@ from refusion_jax.distributed.xla_options import compiler_options
 from refusion_jax.model.lora import Lora, add_adapters, combine, read_lora
 from refusion_jax.model.packed_attention import backend_for
 from refusion_jax.model.shape import ModelConfig
-from refusion_jax.model.transformer import Transformer, logical_axes
+from refusion_jax.model.transformer import Transformer, abstract_transformer, logical_axes
 from refusion_jax.systems.interface import Objective, train_flops_per_row
 from refusion_jax.training.optimizer import make_optimizer, make_schedule
 from refusion_jax.training.train_step import TrainState, init_state, make_train_step, state_shardings
@@ -73,6 +73,8 @@ def train_program(config: ml_collections.ConfigDict, shape: ModelConfig, mesh: M
 
     lora, objective = read_lora(config.lora), make_objective(config, shape.mask_token_id, shape.eos_token_id)
     read = read_model_config(path) if (path := find_target_model(config)[1]) else None
+    if read:  # refuses a mesh that cannot split its weights
+        abstract_transformer(read, config.dtype, mesh, "config.mesh")
 
     def build(rngs: nnx.Rngs, quantization: str = "none") -> Transformer:
         model = Transformer(shape, rngs, config.dtype, config.remat, backend, quantization)
