@@ -224,7 +224,7 @@ def test_results_name_the_step_that_was_decoded_while_the_run_goes_on(tmp_path, 
 def test_a_model_card_names_the_step_that_was_exported_while_the_run_goes_on(tmp_path, trained_run):
     shutil.copytree(trained_run, tmp_path / "run")
     flags = [f"--from={tmp_path}/run", f"--to={tmp_path}/export", "--format=huggingface"]
-    run("-c", saved_meanwhile("convert", "read_dtype"), *flags)
+    run("-c", saved_meanwhile("convert", "contents.read_dtype"), *flags)
     assert ": 60 of " in (tmp_path / "export" / "README.md").read_text()
 
 
