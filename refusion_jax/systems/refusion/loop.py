@@ -267,7 +267,7 @@ class SlotDecoder(Decoder):
     ) -> tuple[Work, Bool[Array, "B M K"]]:
         """(the next work of each row, unless a next plan is ready; the drafts to commit).
 
-        `readings` are those of the drafts, of the plan and, if the decoder feeds any, of the masks.
+        `readings` are those of the drafts, of the plan and, if the decoder reads any, of the masks.
         """
         raise NotImplementedError
 
