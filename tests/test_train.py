@@ -55,6 +55,18 @@ def test_saves_are_in_no_rate(trained_run):
     assert rated + sum(event["seconds"] for event in found) <= records[-1]["seconds"] + 0.001
 
 
+def test_looking_whether_the_weights_are_finite_is_in_no_rate_either(tmp_path):
+    (tmp_path / "slow.py").write_text(
+        "import runpy, time\n"
+        "from refusion_jax.training import recovery\n"
+        "look, get_config = recovery._sizes, runpy.run_path('configs/quickstart.py')['get_config']\n"
+        "recovery._sizes = lambda *state: [time.sleep(0.6), look(*state)][1]\n"
+    )
+    flags = ["--config.steps=6", "--config.checkpoint.every=3", f"--workdir={tmp_path / 'run'}"]
+    run("train", f"--config={tmp_path / 'slow.py'}", *TINY_RUN[1:], *flags)
+    assert [e["seconds"] > 0.6 for e in read_events(tmp_path / "run") if e["event"] == "save"] == [True, True]
+
+
 def test_a_complete_run_says_so_and_changes_nothing(trained_run):
     before = {p: p.stat().st_mtime_ns for p in trained_run.rglob("*")}
     out, _ = run("train", *TINY_RUN, f"--workdir={trained_run}")

@@ -63,7 +63,7 @@ class Health:
     def __init__(self, skips: int):
         self._skips = skips
         self._pending: collections.deque[tuple[int, dict[str, jax.Array]]] = collections.deque()
-        self.is_in_doubt = False  # whether the newest checked step was skipped
+        self._in_a_row = 0  # how many steps up to the newest checked one were skipped
 
     def after_step(self, now: Now) -> None:
         """A hook for every step; RollBack if too many steps in a row were skipped, UserError for invalid token ids."""
@@ -71,10 +71,15 @@ class Health:
         if len(self._pending) > _LATE:
             self._check()
 
-    def before_save(self, now: Now) -> None:
-        """Checks all steps so far, and that all weights and optimizer state are finite; RollBack if they are not."""
+    def is_in_doubt(self) -> bool:
+        """Whether the newest step was skipped; checks all steps so far, as `after_step`."""
         while self._pending:
             self._check()
+        return self._in_a_row > 0
+
+    def before_save(self, now: Now) -> None:
+        """Checks all steps so far, and that all weights and optimizer state are finite; RollBack if they are not."""
+        self.is_in_doubt()
         sizes = jax.device_get(_sizes(now.state.params, now.state.opt_state))
         bad = [jax.tree_util.keystr(path) for path, size in jax.tree.leaves_with_path(sizes) if not np.isfinite(size)]
         if bad:
@@ -83,9 +88,8 @@ class Health:
 
     def _check(self) -> None:
         step, metrics = self._pending.popleft()
-        in_a_row = int(metrics["in_a_row"])
-        self.is_in_doubt = in_a_row > 0
-        if not self.is_in_doubt:
+        self._in_a_row = in_a_row = int(metrics["in_a_row"])
+        if not in_a_row:
             return
         if count := int(metrics["invalid_ids"]):
             raise UserError(f"--config.objective: {count} inputs or labels with a weight of step {step} are not tokens")

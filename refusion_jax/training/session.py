@@ -145,12 +145,12 @@ class Session:
             self.metrics.later(now.step, now.metrics | position | now.evaluated)
 
     def _save(self, now: Now) -> None:
-        self._health.before_save(now)
-        if self._health.is_in_doubt and not now.is_last:
+        self.metrics.flush()  # otherwise a kill would lose this step's record, and its rates would include the save
+        if self._health.is_in_doubt() and not now.is_last:
             return
         self._run.check_lock()
-        self.metrics.flush()  # otherwise a kill would lose this step's record, and its rates would include the save
         with self.pause("save", step=now.step), self.watchdog.paused():
+            self._health.before_save(now)
             data = self._data | {"next_row": self.next_row(now.step)}
             self.checkpoints.save(now.step, now.state, data, now.is_last)
         self.directory.sync()
