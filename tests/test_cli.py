@@ -19,6 +19,7 @@ import refusion_jax
 from refusion_jax import UserError
 from refusion_jax.cli import command, flag_values
 from refusion_jax.cli.errors import Failure, SettingError
+from refusion_jax.cli.progress import progress
 from refusion_jax.distributed.json_files import read_json, read_json_lines
 
 
@@ -175,6 +176,16 @@ def test_a_bar_is_for_terminals_and_what_is_printed_goes_where_it_is_sent(seen):
     assert not ended.stderr
     if "out" not in seen:
         assert ended.stdout.decode() == f"{'a' * 100}\n{'b' * 100}\n"
+
+
+def test_the_remaining_time_is_known_however_seldom_a_bar_advances():
+    bar, seconds = progress(), [0]
+    bar.get_time = lambda: seconds[-1]
+    task = bar.add_task("training", total=10)
+    for now in (0, 100, 200):
+        seconds.append(now)
+        bar.advance(task)
+    assert bar.tasks[0].time_remaining == 700
 
 
 @pytest.mark.parametrize("command", [["convert"], ["bench", "calibration"]])

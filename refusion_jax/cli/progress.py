@@ -1,6 +1,7 @@
 """Progress bars with rate and remaining time, on stderr, only in a terminal."""
 
 import contextlib
+import math
 import sys
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -29,15 +30,18 @@ class _Rate(ProgressColumn):
         return Text("" if not speed else f"{speed:,.1f}/s" if speed >= 1 else f"{1 / speed:,.1f} s each")
 
 
-def progress(*columns: ProgressColumn, ticks: bool = True) -> Progress:
+def progress(*columns: ProgressColumn, ticks: bool = True, stderr: bool = True) -> Progress:
     """A bar to be started and advanced, by default with rate and remaining time; nothing if stderr is not a terminal.
 
     Output to stdout meanwhile is printed above the bar, and is unchanged if stdout is a file or a pipe. With `ticks` it
-    is redrawn ten times per second, which would disturb measurements; otherwise only when it advances.
+    is redrawn ten times per second, which would disturb measurements; otherwise only when it advances. Without `stderr`
+    it is on stdout.
     """
     columns = columns or (_WHAT, BarColumn(), MofNCompleteColumn(), _Rate(), TimeRemainingColumn())
-    how = {"disable": not sys.stderr.isatty(), "redirect_stdout": sys.stdout.isatty(), "auto_refresh": ticks}
-    return Progress(*columns, console=Console(stderr=True), **how)
+    is_shown = (sys.stderr if stderr else sys.stdout).isatty()
+    how = {"disable": not is_shown, "redirect_stdout": sys.stdout.isatty(), "auto_refresh": ticks}
+    # By default only what advanced in the last 30 s counts: slower bars would never have a rate.
+    return Progress(*columns, console=Console(stderr=stderr), speed_estimate_period=math.inf, **how)
 
 
 def track(items: Iterable[Any], what: str, total: int | None = None, ticks: bool = True) -> Iterator[Any]:

@@ -8,9 +8,10 @@ from typing import Any
 import jax
 import numpy as np
 from etils import epath
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
 
 from refusion_jax.cli import command
+from refusion_jax.cli.progress import progress
 from refusion_jax.distributed.append_log import AppendLog, read_log
 from refusion_jax.distributed.chips import peak_flops
 from refusion_jax.distributed.storage import LogDirectory, write_file
@@ -52,7 +53,7 @@ class MetricsWriter:
         self._bar = None
         if sys.stdout.isatty():
             columns = (TextColumn("step"), MofNCompleteColumn(), BarColumn(), TimeRemainingColumn())
-            self._bar = Progress(*columns, TextColumn("{task.fields[note]}"))
+            self._bar = progress(*columns, TextColumn("{task.fields[note]}"), stderr=False)
             self._task = self._bar.add_task("training", total=config.steps, completed=first_step, note="compiling")
             self._bar.start()
 
