@@ -27,6 +27,7 @@ from refusion_jax.decoding.requests import Request
 from refusion_jax.model.families import Release
 from refusion_jax.model.flops import layer_flops_per_token, train_flops_per_token
 from refusion_jax.model.interface import LanguageModel
+from refusion_jax.model.lora import Lora
 from refusion_jax.model.shape import ModelConfig
 
 SHARED_CODE = Path(__file__).parent / "custom_generate" / "rows.py"  # what `System.custom_generate` imports
@@ -171,7 +172,7 @@ def train_flops_per_row(
     objective: Objective,
     model: ModelConfig,
     row_length: int,
-    is_frozen: bool = False,
+    lora: Lora | None = None,
     target: ModelConfig | None = None,
 ) -> float:
     """FLOPs of forward and backward on one row of T tokens, counted as in `train_flops_per_token`.
@@ -182,4 +183,4 @@ def train_flops_per_row(
     length = objective.input_length(row_length)
     seen = objective.pattern.keys_seen(length)
     read = layer_flops_per_token(target, seen) if target else 0.0
-    return length * (train_flops_per_token(model, seen, is_frozen) + read)
+    return length * (train_flops_per_token(model, seen, lora) + read)

@@ -15,6 +15,7 @@ from refusion_jax.data.prepared import PreparedRows
 from refusion_jax.distributed.chips import CHIPS
 from refusion_jax.distributed.json_files import read_json_lines
 from refusion_jax.model.flops import count_weights
+from refusion_jax.model.lora import read_lora
 from refusion_jax.systems.interface import train_flops_per_row
 from refusion_jax.training.inspection import visible_text
 from refusion_jax.training.run_report import PAGES
@@ -88,7 +89,7 @@ def _estimate(data: PreparedRows, tokenizer: Tokenizer, config: ml_collections.C
     model, row_length = model_config(config, tokenizer), data.row_length
     objective = make_objective(config, tokenizer.mask_id)
     target = read_model_config(path) if (path := find_target_model(config)[1]) else None
-    flops = train_flops_per_row(objective, model, row_length, config.lora.rank > 0, target)
+    flops = train_flops_per_row(objective, model, row_length, read_lora(config.lora), target)
     epoch = flops * len(data)
     rows = [
         ("parameters", f"{count_weights(model)[0]:,.0f}"),

@@ -121,5 +121,5 @@ def train_program(config: ml_collections.ConfigDict, shape: ModelConfig, mesh: M
         lora=lora,
         graphdef=graphdef,
         objective=objective,
-        flops_per_row=train_flops_per_row(objective, shape, config.row_length, lora is not None, read),
+        flops_per_row=train_flops_per_row(objective, shape, config.row_length, lora, read),
     )
