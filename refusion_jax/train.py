@@ -112,7 +112,10 @@ def train(
     place = source or (workdir if config.init_from else None)
     shape = model_config(config, tokenizer, read_model_config(place).max_position_embeddings if place else 0)
     if target:
-        check_fits(target, shape, tokenizer, key, READ_ALIKE)
+        check_fits(target, shape, tokenizer, f"config.{key}", READ_ALIKE)
+    may_change_data = any(name.split(".")[0] == "data" for name in allowed)
+    if steps and may_change_data:
+        check_fits(workdir, shape, tokenizer, "workdir")
     program = train_program(config, shape, mesh)
     # A fault in the objective must show before anything is written.
     jax.eval_shape(lambda rows: program.objective.batch(rows, noise_keys(0, 0, config.batch_size)), program.rows)
@@ -126,7 +129,7 @@ def train(
             from refusion_jax.training.task_scores import TaskScores
         tasks = TaskScores(config, tokenizer, program)
     run = Run(config, workdir, mesh, tokenizer, rows, shape, program, held_out, tasks, preemption, changed)
-    run.may_change_data = any(key.split(".")[0] == "data" for key in allowed)
+    run.may_change_data = may_change_data
 
     # 4. The weights to start from, if not random ones, and those of the target model.
     if source:

@@ -233,7 +233,7 @@ def test_what_dflash_cannot_read_is_refused(tmp_path):
     save_params(tmp_path, nnx.to_pure_dict(nnx.state(tiny_model())))
     write_model_config(tmp_path, tiny_config())
     with pytest.raises(UserError, match="--config.model.head_dim=4: .* has 8"):
-        check_fits(tmp_path, tiny_config(head_dim=4), None, "dflash.reads", READ_ALIKE)
+        check_fits(tmp_path, tiny_config(head_dim=4), None, "config.dflash.reads", READ_ALIKE)
     write_model_config(tmp_path, tiny_config(vocab_size=31))
     own = config_with(objective="dflash", **{"dflash.reads": str(tmp_path), "mesh.tensor": 2, "mesh.fsdp": 1})
     with pytest.raises(UserError, match="^tensor=2: does not divide the model's 31 vocab"):

@@ -15,6 +15,7 @@ from refusion_jax.checkpoints.directory import saved_steps
 from refusion_jax.checkpoints.run_directory import read_model_config
 from refusion_jax.config import check
 from refusion_jax.config.run_config import read_config
+from refusion_jax.data.tokenizer import SentencePieceTokenizer
 from refusion_jax.distributed.sharding import make_mesh
 from refusion_jax.training.events import read_events
 from refusion_jax.training.metrics import read_metrics
@@ -115,7 +116,12 @@ def test_what_may_change_on_resume_changes_and_is_logged(trained_run, tmp_path):
     assert "(differs in data.path, learning_rate): give the flags" in err
     _, err = run("train", *TINY_RUN, f"--workdir={workdir}", *changes, "--allow_change=seed", code=2)
     assert "--allow_change=seed: cannot change in a run; these can: learning_rate, " in err
-    out, _ = run("train", *TINY_RUN, f"--workdir={workdir}", *changes, "--allow_change=learning_rate,data")
+    allowed = "--allow_change=learning_rate,data"
+    (tmp_path / "other.model").write_bytes(SentencePieceTokenizer.train(["Wozu? Darum! Warum nicht?"] * 9, 300).model)
+    other = f"--config.data.tokenizer={tmp_path}/other.model"
+    _, err = run("train", *TINY_RUN, f"--workdir={workdir}", *changes, other, allowed, code=2)
+    assert f"--workdir={workdir}: its tokenizer is another one than that of the data (token " in err
+    out, _ = run("train", *TINY_RUN, f"--workdir={workdir}", *changes, allowed)
     assert "changed: learning_rate: 0.002 -> 1e-05" in out
     assert read_metrics(workdir)[-1]["learning_rate"] < 1.1e-5 < read_metrics(workdir)[58]["learning_rate"]
     found = [e["what"] for e in read_events(workdir) if e["event"] == "changed"]

@@ -113,17 +113,21 @@ def model_config(
 
 
 def check_fits(
-    path: epath.Path, config: ModelConfig, tokenizer: Tokenizer, flag: str = "init_from", alike: Sequence[str] = ()
+    path: epath.Path,
+    config: ModelConfig,
+    tokenizer: Tokenizer,
+    flag: str = "config.init_from",
+    alike: Sequence[str] = (),
 ) -> None:
     """Refuses weights of a model of another shape, or whose token ids have other meanings.
 
-    `config` is that of the model to be initialized, `tokenizer` that of the data, `flag` the key that names the path.
+    `config` is that of the model to be initialized, `tokenizer` that of the data; `flag` names the path.
     Compares the keys in `alike`, by default all keys on which weights depend.
     """
     there, own = read_model_config(path), find_tokenizer(path)
     if own and (token := first_difference(own, tokenizer)) is not None:
         raise UserError(
-            f"--config.{flag}={path}: its tokenizer is another one than that of the data (token {token} is "
+            f"--{flag}={path}: its tokenizer is another one than that of the data (token {token} is "
             f"{own.decode([token])!r} there, {tokenizer.decode([token])!r} here); name it with "
             f"--config.data.tokenizer, and prepare data with it"
         )
