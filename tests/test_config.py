@@ -1,5 +1,6 @@
 import contextlib
 import dataclasses
+from types import SimpleNamespace
 
 import jax
 import pytest
@@ -12,7 +13,7 @@ from refusion_jax import DecodeSettings, UserError, config
 from refusion_jax.cli.settings import declared
 from refusion_jax.config.keys import keys
 from refusion_jax.config.model import adopt_steps, model_config
-from refusion_jax.config.run_config import check_same_run
+from refusion_jax.config.run_config import check_same_run, claim
 from refusion_jax.decoding.requests import prepare
 from refusion_jax.distributed import sharding
 from refusion_jax.model.transformer import Transformer
@@ -213,3 +214,15 @@ def test_a_run_goes_on_whose_config_has_a_key_that_is_gone_if_it_changes_nothing
     (tmp_path / "config.json").write_text(was.to_json())
     with pytest.raises(UserError, match="config.json cannot be read: steps is null"):
         check_same_run(epath.Path(tmp_path), config.default_config())
+
+
+def test_a_run_goes_on_from_another_directory_from_where_its_models_have_other_paths(tmp_path, monkeypatch):
+    (tmp_path / "below").mkdir()
+    monkeypatch.chdir(tmp_path)
+    own = config_with(objective="dflash", init_from="base", **{"dflash.reads": "target"})
+    claim(epath.Path("run"), own, tiny_config(), SimpleNamespace(files={}))
+    monkeypatch.chdir(tmp_path / "below")
+    moved = {"init_from": "../base", "dflash.reads": "../target"}
+    assert check_same_run(epath.Path("../run"), config_with(objective="dflash", **moved)) == []
+    with pytest.raises(UserError, match=r"differs in dflash.reads"):
+        check_same_run(epath.Path("../run"), config_with(objective="dflash", **moved | {"dflash.reads": "target"}))

@@ -18,7 +18,7 @@ from refusion_jax.data.manifest import is_prepared
 from refusion_jax.distributed.json_files import read_json
 from refusion_jax.distributed.storage import write_file
 from refusion_jax.model.shape import ModelConfig
-from refusion_jax.systems.registry import find_system
+from refusion_jax.systems.registry import find_system, systems
 
 # May differ when a run is resumed: how it runs, and for how long (`steps` also stretches the rest of the schedule).
 RESUMABLE = (
@@ -78,11 +78,17 @@ def claim(workdir: epath.Path, config: ml_collections.ConfigDict, model: ModelCo
 
 
 def _as_written(config: ml_collections.ConfigDict) -> str:
-    """The config as JSON, with absolute `init_from`, so that a run with adapters can be loaded from any directory."""
+    """The config as JSON, with absolute paths of other models, so that a run is the same from any directory."""
     config = config.copy_and_resolve_references()
-    if config.init_from and not is_remote(config.init_from):
-        config.init_from = os.path.abspath(config.init_from)
+    reading = [(config[own.section], "reads") for own in systems().values() if "reads" in own.keys]
+    for section, key in [(config, "init_from"), *reading]:
+        section[key] = section[key] and absolute_path(section[key])
     return config.to_json(indent=2)
+
+
+def absolute_path(path: str) -> str:
+    """The path from the root, without "..", or in a store."""
+    return path if is_remote(path) else os.path.abspath(path)
 
 
 def read_config(workdir: epath.Path) -> ml_collections.ConfigDict:
