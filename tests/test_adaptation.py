@@ -325,6 +325,22 @@ def test_weights_of_a_run_are_trained_on_with_the_tokenizer_of_that_run(trained_
     assert not (tmp_path / "refused").exists()
 
 
+@pytest.mark.thorough
+def test_adapters_of_a_run_stay_those_of_the_step_that_they_began_with(trained_run, tmp_path):
+    base, newest = tmp_path / "base", tmp_path / "60"
+    shutil.copytree(trained_run, base)
+    (base / "checkpoints" / "60").rename(newest)
+    flags = [*TINY_RUN, f"--config.init_from={os.path.relpath(base)}", "--config.lora.rank=2"]
+    flags.append(f"--workdir={tmp_path}/run")
+    run("train", *flags, "--config.steps=5")
+    before = nnx.to_pure_dict(nnx.state(load_model(tmp_path / "run")))
+    newest.rename(base / "checkpoints" / "60")  # as if it had been trained on
+    jax.tree.map(np.testing.assert_array_equal, nnx.to_pure_dict(nnx.state(load_model(tmp_path / "run"))), before)
+    assert "; step 5 of 6" in run("train", *flags, "--config.steps=6")[0]
+    after = nnx.to_pure_dict(nnx.state(load_model(tmp_path / "run")))
+    np.testing.assert_array_equal(after["embed_tokens"], before["embed_tokens"])
+
+
 def test_thinking_is_as_in_training_for_whoever_reads_the_tokenizer_again(source, tmp_path):
     """Unset, a template does not get `enable_thinking`, as the authors of ReFusion train."""
     turns, block = [{"role": "user", "content": "hi"}], "<think>\n\n</think>\n\n"

@@ -7,11 +7,11 @@ from collections.abc import Sequence
 import ml_collections
 from etils import epath
 
-from refusion_jax.checkpoints.contents import choose_method, find_tokenizer, model_place, read_model_config
+from refusion_jax.checkpoints.contents import choose_method, find_tokenizer, model_place, newest_step, read_model_config
 from refusion_jax.cli.errors import SettingError, UserError, naming
 from refusion_jax.config import check_steps, default_config, make_objective
 from refusion_jax.config.keys import keys
-from refusion_jax.config.run_config import read_config
+from refusion_jax.config.run_config import absolute_path, read_config
 from refusion_jax.data.fast_tokenizer import first_difference
 from refusion_jax.data.interface import Tokenizer
 from refusion_jax.model.huggingface_config import is_huggingface
@@ -32,6 +32,8 @@ def adopt_shape(config: ml_collections.ConfigDict, workdir: epath.Path | None = 
     its source may be gone, and so do its steps computed from epochs; from other epochs they follow only once the rows
     are known. A config with another shape is refused. For planning, without `workdir`, the source of a config that has
     a shape of its own need not be there.
+
+    With adapters, a run in init_from becomes its step that is the newest when they begin: others may follow.
     """
     began = read_config(workdir) if workdir and (workdir / "config.json").exists() else None
     if config.epochs:
@@ -45,6 +47,10 @@ def adopt_shape(config: ml_collections.ConfigDict, workdir: epath.Path | None = 
         raise UserError(f"--config.init_from={source} is not a directory")
     with naming("--config.init_from"):
         there = began.model if began else dataclasses.asdict(read_model_config(source))
+        if config.lora.rank and not began:
+            config.init_from = str(newest_step(source))
+    if config.lora.rank and began and epath.Path(began.init_from).is_relative_to(absolute_path(config.init_from)):
+        config.init_from = began.init_from
     for name, default in default_config().model.items():
         if config.model[name] == default:
             config.model[name] = there[name]
