@@ -149,10 +149,11 @@ class Session:
         if self._health.is_in_doubt() and not now.is_last:
             return
         self._run.check_lock()
-        with self.pause("save", step=now.step), self.watchdog.paused():
+        with self.pause("save", step=now.step):
             self._health.before_save(now)
             data = self._data | {"next_row": self.next_row(now.step)}
-            self.checkpoints.save(now.step, now.state, data, now.is_last)
+            with self.watchdog.paused():
+                self.checkpoints.save(now.step, now.state, data, now.is_last)
         self.directory.sync()
 
     @contextlib.contextmanager
