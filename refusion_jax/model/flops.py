@@ -1,6 +1,6 @@
 """FLOPs of training, for the model-FLOPs utilization (MFU).
 
-Axes: D hidden size, N query heads, K key/value heads, H head size.
+Axes: L layers, D hidden size, N query heads, K key/value heads, H head size.
 """
 
 import re
