@@ -56,6 +56,7 @@ def test_saves_are_in_no_rate(trained_run):
     assert rated + sum(event["seconds"] for event in found) <= records[-1]["seconds"] + 0.001
 
 
+@pytest.mark.thorough
 def test_looking_whether_the_weights_are_finite_is_in_no_rate_either(tmp_path):
     (tmp_path / "slow.py").write_text(
         "import runpy, time\n"
