@@ -77,11 +77,7 @@ _SHAPING = [
         [],
         "JSONL files of test problems, such as DIR/*.jsonl: leave out what shares 13 consecutive words with one",
     ),
-    flags.DEFINE_list(
-        "blocked_urls",
-        [],
-        "Files of domains or URL prefixes, one per line: leave out their records",
-    ),
+    flags.DEFINE_list("blocked_urls", [], "Files of domains or URL prefixes, one per line: leave out their records"),
     flags.DEFINE_integer("min_tokens", 0, "Leave out documents of fewer tokens", 0),
     flags.DEFINE_integer("max_tokens", 0, "Leave out documents of more tokens; 0: no limit", 0),
     flags.DEFINE_bool("shuffle", False, "Make each shard from randomly drawn parts of all files"),

@@ -167,7 +167,7 @@ def test_a_part_of_bench_gpu_that_fails_is_told_and_the_others_are_measured(tmp_
     def breaks():
         raise RuntimeError("RESOURCE_EXHAUSTED: out | of\nmemory")
 
-    some = [gpu.Part("first", 0, breaks), gpu.Part("logits", 0, lambda: [{"largest_error": 0.5}])]
+    some = [("first", 0, breaks), ("logits", 0, lambda: [{"largest_error": 0.5}])]
     monkeypatch.setattr(gpu, "parts", lambda own: some)
     gpu.main(flags_of(gpu, "--rehearse", f"--output={tmp_path / 'out'}"))
     _, records = results(tmp_path / "out")

@@ -14,7 +14,6 @@ and its results say so.
 """
 
 import collections
-import dataclasses
 import json
 import time
 from collections.abc import Callable
@@ -46,14 +45,8 @@ from refusion_jax.systems.api import DecodeSettings, decode
 from refusion_jax.systems.registry import default_system
 from refusion_jax.training.program import train_program
 
-
-@dataclasses.dataclass(frozen=True)
-class Part:
-    """One measurement: its name, the minutes it is expected to take, and the function that makes its records."""
-
-    name: str
-    minutes: float
-    run: Callable[[], list[dict]]
+# One measurement: its name, the minutes that it is expected to take, and the function that makes its records.
+Part = tuple[str, float, Callable[[], list[dict]]]
 
 
 def define_flags(own: flags.FlagValues) -> None:
@@ -76,20 +69,18 @@ def main(own: flags.FlagValues) -> None:
     began, records = time.perf_counter(), []
     head = {"rehearsal": own.rehearse, "device": jax.devices()[0].device_kind, "jax": jax.__version__}
 
-    def left() -> float:
-        return own.minutes - (time.perf_counter() - began) / 60
-
-    for part in parts(own):
-        if part.minutes > left():
-            found = [{"skipped": f"takes about {part.minutes:g} minutes, and {max(left(), 0):.1f} are left"}]
+    for name, minutes, run in parts(own):
+        left = own.minutes - (time.perf_counter() - began) / 60
+        if minutes > left:
+            found = [{"skipped": f"takes about {minutes:g} minutes, and {max(left, 0):.1f} are left"}]
         else:
             try:
-                found = part.run()
+                found = run()
             # Machines with a GPU are rented by the minute: if one part fails, the others are still measured.
             except Exception as error:  # noqa: BLE001
                 found = [{"failed": f"{type(error).__name__}: {str(error)[:500]}"}]
         for record in found:
-            records.append(record | {"benchmark": "gpu", "part": part.name})
+            records.append(record | {"benchmark": "gpu", "part": name})
             print(json.dumps(records[-1]), flush=True)
         write_file(Path(own.output) / "results.json", json.dumps(head | {"records": records}, indent=2) + "\n")
     write_file(Path(own.output) / "section.md", section(head, records, command.as_written("bench gpu", own)))
@@ -98,15 +89,15 @@ def main(own: flags.FlagValues) -> None:
 def parts(own: flags.FlagValues) -> list[Part]:
     """All measurements, the cheapest and most important first."""
     rehearse = own.rehearse
-    few = [Part("logits", 0.5, logits), Part("attention", 0.5, partial(packed, rehearse))]
+    few = [("logits", 0.5, logits), ("attention", 0.5, partial(packed, rehearse))]
     if own.checkpoint:
-        few.append(Part("answers", 2, partial(answers, own.checkpoint, 4 if rehearse else 64)))
+        few.append(("answers", 2, partial(answers, own.checkpoint, 4 if rehearse else 64)))
     for size in ("tiny",) if rehearse else ("0.6b", "1.7b"):
-        few.append(Part(f"training {size}", 0.5 if rehearse else 1, partial(trained, size)))
+        few.append((f"training {size}", 0.5 if rehearse else 1, partial(trained, size)))
     for rows in (2,) if rehearse else (1, 32, 8, 128):
         for size in ("tiny",) if rehearse else ("8b", "1.7b"):
             run = partial(decoded, size, rows, 8 if rehearse else 128)
-            few.append(Part(f"decoding {size}, batch {rows}", 0.5 if rehearse else 3, run))
+            few.append((f"decoding {size}, batch {rows}", 0.5 if rehearse else 3, run))
     return few
 
 

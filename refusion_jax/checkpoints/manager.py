@@ -203,9 +203,7 @@ class Checkpoints(contextlib.AbstractContextManager):
         found = self._checkpointer.restore(
             directory,
             args=Items(
-                params=restoring(target.params),
-                optimizer=restoring(target.rest()),
-                data=ocp.args.JsonRestore(),
+                params=restoring(target.params), optimizer=restoring(target.rest()), data=ocp.args.JsonRestore()
             ),
         )
         if int(found.optimizer["step"]) != step:

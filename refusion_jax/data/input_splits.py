@@ -21,17 +21,7 @@ from etils import epath
 from refusion_jax.cli.errors import UserError, first_line
 from refusion_jax.cli.paths import is_remote
 from refusion_jax.data import hub
-from refusion_jax.data.examples import (
-    OPENING,
-    Bad,
-    Example,
-    Fields,
-    Line,
-    checked,
-    decode,
-    load_json,
-    to_examples,
-)
+from refusion_jax.data.examples import OPENING, Bad, Example, Fields, Line, checked, decode, load_json, to_examples
 from refusion_jax.distributed.json_files import LINE
 
 _LIST = 24 << 20  # bytes of a JSON list, which is read as a whole: its values may take 50 times as much memory
@@ -147,26 +137,27 @@ def _row_groups(path: str) -> list[int]:
 
 def read(part: InputSplit, fields: Fields) -> Iterator[Example | Bad]:
     """The examples of a split, in order; unreadable ones become Bad instead of raising."""
-    if part.size == 0:
-        yield Bad(part.path, "the file is empty", "empty file")
-        return
-    if part.kind == "text" and Path(part.path).suffix.lower() in _COMPRESSED:
-        yield Bad(
-            part.path, "is compressed; unpack it, or make it JSON of one text per line (.jsonl.gz)", "compressed file"
-        )
-        return
     try:
-        if part.kind == "parquet":
-            from refusion_jax.data.tables import read_row_groups
+        match part.kind:
+            case _ if part.size == 0:
+                yield Bad(part.path, "the file is empty", "empty file")
+            case "text" if Path(part.path).suffix.lower() in _COMPRESSED:
+                why = "is compressed; unpack it, or make it JSON of one text per line (.jsonl.gz)"
+                yield Bad(part.path, why, "compressed file")
+            case "text":
+                yield from _text(part)
+            case "jsonl":
+                yield from _json_lines(part, fields)
+            case "json":
+                yield from _json_list(part, fields)
+            case "parquet":
+                from refusion_jax.data.tables import read_row_groups
 
-            yield from read_row_groups(part.path, part.start, part.end, fields)
-        elif part.kind == "warc":
-            from refusion_jax.data.web_archives import read_archive
+                yield from read_row_groups(part.path, part.start, part.end, fields)
+            case "warc":
+                from refusion_jax.data.web_archives import read_archive
 
-            yield from read_archive(part.path, fields)
-        else:
-            reader = {"text": _text, "jsonl": _json_lines, "json": _json_list}
-            yield from reader[part.kind](part, fields)
+                yield from read_archive(part.path, fields)
     except OSError as error:
         yield Bad(part.path, error.strerror or first_line(error), "unreadable file")
 
@@ -206,7 +197,7 @@ def _pass_line(file: io.BufferedReader) -> int:
     return passed
 
 
-def _text(part: InputSplit, fields: Fields) -> Iterator[Example | Bad]:
+def _text(part: InputSplit) -> Iterator[Example | Bad]:
     size = epath.Path(part.path).stat().length
     with epath.Path(part.path).open("rb") as file:
         start, end = _text_cut(file, part.start, size), _text_cut(file, part.end, size)

@@ -132,11 +132,7 @@ def find_held_out(config: ml_collections.ConfigDict, tokenizer: Tokenizer) -> li
 
 
 def make_held_out(
-    config: ml_collections.ConfigDict,
-    tokenizer: Tokenizer,
-    graphdef: nnx.GraphDef,
-    objective: Objective,
-    mesh: Mesh,
+    config: ml_collections.ConfigDict, tokenizer: Tokenizer, graphdef: nnx.GraphDef, objective: Objective, mesh: Mesh
 ) -> Callable[[dict], dict[str, Any]] | None:
     """(weights) -> held-out losses and, where known, bits per byte of responses; None if a run has no such rows."""
     sets = find_held_out(config, tokenizer)

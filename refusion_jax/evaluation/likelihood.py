@@ -116,10 +116,7 @@ def likelihoods(
 
 
 def held_out_bits(
-    model: LanguageModel,
-    tokenizer: Tokenizer,
-    rows: Iterable[Mapping[str, np.ndarray]],
-    **how: object,
+    model: LanguageModel, tokenizer: Tokenizer, rows: Iterable[Mapping[str, np.ndarray]], **how: object
 ) -> dict[str, object]:
     """Bits per byte of all responses, given their prompts, in rows of a data set. Each host scores a share.
 

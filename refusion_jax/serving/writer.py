@@ -27,12 +27,7 @@ class Writer:
     """Cuts what a decoder has committed into deltas: text that has become certain."""
 
     def __init__(
-        self,
-        tokenizer: Tokenizer,
-        stops: Stops,
-        limit: int,
-        begins: int | None = None,
-        decode: Decode | None = None,
+        self, tokenizer: Tokenizer, stops: Stops, limit: int, begins: int | None = None, decode: Decode | None = None
     ):
         """Begins an answer of at most `limit` tokens; with pieces if its first position is given.
 

@@ -17,20 +17,10 @@ from typing import Any
 import jax
 from flax import nnx
 
-from refusion_jax.benchmarks.headline import results
+from refusion_jax.benchmarks.headline import measure, results
 from refusion_jax.benchmarks.headline.curves import PROXY, Curve, Measured, claimed, curves, fastest_points
 from refusion_jax.benchmarks.headline.experiment import BATCH_SIZES, Experiment, Point, TrainingRun
-from refusion_jax.benchmarks.headline.measure import (
-    PLAYED,
-    PROXY_PROBLEMS,
-    PROXY_REPEATS,
-    REPEATS,
-    Subject,
-    check_fit,
-    interleaved,
-    measure,
-    score,
-)
+from refusion_jax.benchmarks.headline.measure import Subject
 from refusion_jax.benchmarks.headline.results import Results, Scored, Timed, Trained
 from refusion_jax.benchmarks.headline.runs import commit, train
 from refusion_jax.benchmarks.headline.speed_proxy import SpeedProxy, proxy_model, read_shape
@@ -123,7 +113,7 @@ class Comparison:
         def make() -> dict[str, Any]:
             trained = train(run, self._directory)
             # To fail before any other run is trained for problems that do not fit:
-            check_fit(self._validation + self._test, load_tokenizer(self._workdir(run)), self._budget)
+            measure.check_fit(self._validation + self._test, load_tokenizer(self._workdir(run)), self._budget)
             about = {"system": run.system, "start": run.start, "seed": run.seed, "name": run.name}
             about |= {"command": run.command(self._directory), "learning_rate": run.changes["learning_rate"]}
             return about | trained
@@ -141,7 +131,7 @@ class Comparison:
             decoder = point.decoder
 
             def make(point: Point = point) -> dict[str, Any]:
-                measured = measure(self._validation, self._subject(run, point))
+                measured = measure.measure(self._validation, self._subject(run, point))
                 return _about(run, point) | measured | {"where": results.where()}
 
             found.append(self._stored(f"measure {run.name}: {point}", make))
@@ -158,7 +148,7 @@ class Comparison:
                 def make(run: TrainingRun = run, point: Point = point) -> dict[str, Any]:
                     subject = self._subject(run, point)
                     decodings = Decodings(f"{run.name} {point}", subject.tokenizer)
-                    record, texts, _ = score(self._test, subject, decodings=decodings)
+                    record, texts, _ = measure.score(self._test, subject, decodings=decodings)
                     self._keep_answers(f"{run.name} {point}", texts, decodings)
                     return _about(run, point) | record
 
@@ -183,7 +173,7 @@ class Comparison:
         names = {}
         for run, point in chosen:
             names.setdefault((run.name, point.decoder), f"{run.name} {point}")
-        kept = [itertools.islice(read_json_lines(self._answers(name)), PLAYED) for name in names.values()]
+        kept = [itertools.islice(read_json_lines(self._answers(name)), measure.PLAYED) for name in names.values()]
         rows = [[to_type(line["scene"], Scene, "answers") for _, line in row] for row in zip(*kept, strict=True)]
         if rows:
             write_file(self._directory / "decodings.html", page(list(enumerate(rows))))
@@ -200,14 +190,14 @@ class Comparison:
             jax.clear_caches()
             models = {run.name: self._load(self._workdir(run)) for run, _ in entries}
             problems, about = self._validation[: self._budget.timed], {}
-            sizes, repeats = BATCH_SIZES, REPEATS
+            sizes, repeats = BATCH_SIZES, measure.REPEATS
             if shape:
                 proxy = proxy_model(*read_shape(shape), models[entries[0][0].name])
                 models = {name: SpeedProxy(model, proxy) for name, model in models.items()}
                 about = {"shape": shape, "parameters": sum(x.size for x in jax.tree.leaves(nnx.state(proxy)))}
-                problems, sizes, repeats = problems[:PROXY_PROBLEMS], BATCH_SIZES[:1], PROXY_REPEATS
+                problems, sizes, repeats = problems[: measure.PROXY_PROBLEMS], BATCH_SIZES[:1], measure.PROXY_REPEATS
             subjects = [self._subject(run, point, models[run.name]) for run, point in entries]
-            timings = interleaved(subjects, problems, sizes, repeats)
+            timings = measure.interleaved(subjects, problems, sizes, repeats)
             for (run, point), record in zip(entries, timings, strict=True):
                 record |= _about(run, point) | about
             return {"timings": timings, "where": results.where()}
