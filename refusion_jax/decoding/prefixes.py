@@ -1,4 +1,4 @@
-"""The arrays of an admission, and a store of prefixes: keys and values of prompts, kept for later prompts.
+"""A store of prefixes: keys and values of prompts, kept for later prompts.
 
 Prompts with a common prefix have the same keys and values there. A store of fixed size holds them in blocks, even after
 the rows that computed them are gone. New requests copy the blocks that they begin with, prefill the rest, and leave
@@ -12,16 +12,13 @@ import collections
 import functools
 import hashlib
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import struct
-from jaxtyping import Array, ArrayLike, Int32, UInt32
+from jaxtyping import Array, Int32
 
 from refusion_jax.decoding import cache as kv
-from refusion_jax.decoding.decoder import Decoder
 from refusion_jax.decoding.requests import Request
 from refusion_jax.model.key_values import KeyValues
 
@@ -88,47 +85,6 @@ class Prefixes:
         """An unused place, or else that of the least recently used block, which is evicted."""
         is_full = len(self._places) == self.count
         return self._places.popitem(last=False)[1] if is_full else len(self._places)
-
-
-NONE = Prefixes(0, 1)
-
-
-@struct.dataclass
-class Newcomers:
-    """Requests to be admitted, padded with copies whose row is B, outside the batch, so that they are dropped."""
-
-    rows: Int32[ArrayLike, "R"]
-    layout: Any  # from `Decoder.lay_out`: arrays with leading axis R
-    seeds: UInt32[ArrayLike, "R"]
-    noise: UInt32[ArrayLike, "R"]  # see `Request.noise`
-    known: Int32[ArrayLike, ""]  # leading given tokens of each request whose keys and values are in the store ..
-    copied: Int32[ArrayLike, "R M"]  # .. at these places
-    written: Int32[ArrayLike, "R M"]  # where its new blocks are to be stored
-
-
-def newcomers(
-    requests: dict[int, Request],
-    R: int,
-    B: int,
-    decoder: Decoder,
-    store: Prefixes = NONE,
-    blocks: Sequence[list[bytes]] = (),
-) -> Newcomers:
-    """The requests to admit, by row of the batch, padded to R; all begin with equally many blocks of the store."""
-    some = list(requests.values())
-    some += some[:1] * (R - len(some))
-    blocks = [*blocks, *[[]] * (R - len(blocks))]
-    known = store.known(blocks[0])
-    copied, written = store.use(blocks, known, decoder.cache_length // store.size if store.count else 0)
-    return Newcomers(
-        rows=np.array([*requests, *[B] * (R - len(requests))], np.int32),
-        layout=decoder.lay_out(some),
-        seeds=np.array([request.settings.seed for request in some], np.uint32),
-        noise=np.array([request.noise for request in some], np.uint32),
-        known=np.int32(known * store.size),
-        copied=copied,
-        written=written,
-    )
 
 
 @functools.partial(jax.jit, static_argnames=("N", "S"))

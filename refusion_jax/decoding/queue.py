@@ -22,9 +22,9 @@ from jaxtyping import Bool, Int32
 from refusion_jax.cli.errors import UserError
 from refusion_jax.decoding import cache as kv
 from refusion_jax.decoding import prefixes
+from refusion_jax.decoding.admission import Newcomers, newcomers
 from refusion_jax.decoding.decoder import Decoder, RowState
 from refusion_jax.decoding.memory import REFILL, admissions, check_memory, room_besides
-from refusion_jax.decoding.prefixes import Newcomers, newcomers
 from refusion_jax.decoding.requests import Answer, Request, SharedPrefix, read_answer
 from refusion_jax.decoding.sampling import Record, count_drafts, select
 from refusion_jax.decoding.trajectory import Trajectory, collect

@@ -4,7 +4,7 @@ import dataclasses
 import json
 import types
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import pydantic
 from etils import epath
@@ -13,7 +13,7 @@ from refusion_jax.cli.errors import UserError
 from refusion_jax.data.fast_tokenizer import read_ends
 from refusion_jax.data.interface import Tokenizer
 from refusion_jax.distributed.json_files import read_json, to_type
-from refusion_jax.model.families import FAMILIES, Release
+from refusion_jax.model.families import FAMILIES, Family, Release
 from refusion_jax.model.shape import OPTIONAL, ModelConfig, RareFields, to_model_config
 
 _SECTION = "refusion_jax"  # of a config.json that we write: what transformers has no keys for
@@ -149,36 +149,14 @@ def read_config(path: epath.Path, releases: Releases = NONE) -> Config:
     """
     file = path / "config.json"
     given = read_json(file)
-    model_type = str(given.get("model_type"))
-    released = {} if _SECTION in given else releases  # what we wrote follows its family
-    found = [(system, one) for system, some in released.items() for one in some if one.model_type == model_type]
-    found.sort(key=lambda item: any(given.get(key) != value for key, value in item[1].fixed.items()))
-    system, release = found[0] if found else (None, Release(model_type, model_type))
-    family = FAMILIES.get(release.family)
-    if family is None:
+    system, release = _release_of(given, releases)
+    if release.family not in FAMILIES:
         known = ", ".join([*FAMILIES, *sorted({one.model_type for some in releases.values() for one in some})])
-        raise UserError(
-            f"{file}: model_type={json.dumps(given.get('model_type'))[:60]} is not supported; of Hugging Face models "
-            f"we read those of model_type {known}"
+        _refuse(
+            file, "model_type", given.get("model_type"), f"of Hugging Face models we read those of model_type {known}"
         )
-    fixed = {**family.activation, **family.fixed, **release.fixed, "quantization_config": None, "is_causal": True}
-    fixed |= {key: None for key in _OF_KINDS if key not in family.defaults}
-    for key, value in fixed.items():
-        said = given.get(key, family.defaults.get(key, value))
-        if said != value:
-            raise UserError(
-                f"{file}: {key}={json.dumps(said)[:60]} is not supported; of model_type={model_type} we read "
-                f"{json.dumps(value)}"
-            )
-    for theirs, ours in family.keys.items():
-        if {theirs, ours} <= given.keys() and given[theirs] != given[ours]:
-            raise UserError(
-                f"{file}: {theirs}={given[theirs]!r:.60} and {ours}={given[ours]!r:.60} contradict each other"
-            )
-    known = {*_FIELDS, *_OURS, *fixed, *release.keys, *release.ignored, *_IGNORED}
-    known -= set(OPTIONAL) - family.defaults.keys()
-    if system and (unknown := sorted(given.keys() - known)):
-        raise UserError(f"{file}: {unknown[0]}={json.dumps(given[unknown[0]])[:60]} is not understood")
+    family = FAMILIES[release.family]
+    _check_keys(file, given, family, release, is_released=system is not None)
     renamed = {ours: given[key] for key, ours in {**family.keys, **release.keys}.items() if key in given}
     given = {key: value for key, value in given.items() if value is not None or key not in release.defaults}
     given = dict(family.defaults) | release.defaults | given | renamed
@@ -189,6 +167,37 @@ def read_config(path: epath.Path, releases: Releases = NONE) -> Config:
         given["eos_token_id"] = ends
     given = {key: value for key, value in given.items() if key in _FIELDS}
     return dataclasses.replace(to_type(given, Config, f"{file} cannot be read"), names=release.names)
+
+
+def _release_of(given: dict[str, Any], releases: Releases) -> tuple[str | None, Release]:
+    """(system, release) that a config.json describes, the one with its fixed keys first; (None, plain) if none does."""
+    model_type = str(given.get("model_type"))
+    released = {} if _SECTION in given else releases  # what we wrote follows its family
+    found = [(system, one) for system, some in released.items() for one in some if one.model_type == model_type]
+    found.sort(key=lambda item: any(given.get(key) != value for key, value in item[1].fixed.items()))
+    return found[0] if found else (None, Release(model_type, model_type))
+
+
+def _check_keys(file: epath.Path, given: dict[str, Any], family: Family, release: Release, is_released: bool) -> None:
+    """Refuses keys whose values we do not compute; of a release, also keys that we do not know."""
+    fixed = {**family.activation, **family.fixed, **release.fixed, "quantization_config": None, "is_causal": True}
+    fixed |= {key: None for key in _OF_KINDS if key not in family.defaults}
+    for key, value in fixed.items():
+        if (said := given.get(key, family.defaults.get(key, value))) != value:
+            _refuse(file, key, said, f"of model_type={given['model_type']} we read {json.dumps(value)}")
+    for theirs, ours in family.keys.items():
+        if {theirs, ours} <= given.keys() and given[theirs] != given[ours]:
+            raise UserError(
+                f"{file}: {theirs}={given[theirs]!r:.60} and {ours}={given[ours]!r:.60} contradict each other"
+            )
+    known = {*_FIELDS, *_OURS, *fixed, *release.keys, *release.ignored, *_IGNORED}
+    known -= set(OPTIONAL) - family.defaults.keys()
+    if is_released and (unknown := sorted(given.keys() - known)):
+        raise UserError(f"{file}: {unknown[0]}={json.dumps(given[unknown[0]])[:60]} is not understood")
+
+
+def _refuse(file: epath.Path, key: str, value: Any, why: str, most: int = 60) -> NoReturn:
+    raise UserError(f"{file}: {key}={json.dumps(value)[:most]} is not supported; {why}")
 
 
 def _rope(file: epath.Path, given: Config) -> tuple[float, tuple[float, ...], tuple[float, ...]]:
@@ -206,10 +215,9 @@ def _rope(file: epath.Path, given: Config) -> tuple[float, tuple[float, ...], tu
     if kinds is not None:
         expected = _layer_types(len(kinds), every if is_local else 1)
         if len(kinds) != given.num_hidden_layers or kinds != expected:
-            raise UserError(
-                f"{file}: layer_types={json.dumps(kinds)[:90]} is not supported; we read num_hidden_layers="
-                f"{given.num_hidden_layers} times {_FULL}{f', or {_LOCAL} except for every n-th' if is_local else ''}"
-            )
+            other = f", or {_LOCAL} except for every n-th" if is_local else ""
+            why = f"we read num_hidden_layers={given.num_hidden_layers} times {_FULL}{other}"
+            _refuse(file, "layer_types", kinds, why, most=90)
     rope, other = (_one_rope(file, given, said, given.rope_theta) for said in (old or new, new or old))
     if rope != other:
         raise UserError(f"{file}: rope_scaling and rope_parameters say different things; leave out one of them")
@@ -241,10 +249,8 @@ def _no_rope_interval(file: epath.Path, kinds: list[int], layers: int) -> int:
     """n if every n-th layer is without RoPE; entries beyond the number of layers are ignored."""
     every = [*kinds, 0].index(0) + 1
     if len(kinds) < layers or any(kind != bool(layer % every) for layer, kind in enumerate(kinds[:layers], 1)):
-        raise UserError(
-            f"{file}: no_rope_layers={json.dumps(kinds)[:90]} is not supported; we read num_hidden_layers={layers} "
-            f"times 1, or 0 for every n-th"
-        )
+        why = f"we read num_hidden_layers={layers} times 1, or 0 for every n-th"
+        _refuse(file, "no_rope_layers", kinds, why, most=90)
     return every
 
 
