@@ -10,8 +10,10 @@ copied. `generate` reads both kinds of directory as they are, and adapters that 
 adapters of a run. An exported run has a model card, README.md, which says how transformers decodes it.
 """
 
+import contextlib
 import functools
 import math
+from collections.abc import Iterator
 
 import jax
 from absl import flags
@@ -82,6 +84,30 @@ def to_huggingface(source: epath.Path, target: epath.Path, dtype: str) -> None:
     huggingface.save(load_model(source, dtype, mesh), target, objective)
 
 
+@contextlib.contextmanager
+def created(target: epath.Path) -> Iterator[epath.Path]:
+    """A directory that becomes the target once everything is written to it; after an error nothing is left.
+
+    In an object store it is the target: there the file written last, config.json or model.json, marks a whole one.
+    """
+    partial = target
+    if not is_remote(target):
+        partial = next(path for path in target.parents if path.exists()) / f".{target.name}.partial"
+        try:
+            partial.mkdir()
+        except FileExistsError as error:
+            why = "another `convert` is writing it, or one that was killed has left it for you to delete"
+            raise UserError(f"--to={target}: {partial} is in the way: {why}") from error
+    try:
+        yield partial
+        if partial != target:
+            target.parent.mkdir(parents=True, exist_ok=True)
+            partial.rename(target)
+    except BaseException:
+        remove(partial)
+        raise
+
+
 def main() -> None:
     if None in (_FROM.value, _TO.value, _FORMAT.value):
         raise UserError("--from=DIR, --to=DIR and --format=orbax|huggingface|peft are needed; --help explains")
@@ -99,17 +125,7 @@ def main() -> None:
     directory = contents.tokenizer_place(source)
     carried = {name: read_file(directory / name) for name in _TOKENIZER_FILES if (directory / name).exists()}
     dtype = _DTYPE.value or contents.read_dtype(source)
-    partial = target  # in an object store the file written last, config.json or model.json, marks a whole directory
-    made = []
-    if not is_remote(target):
-        made = [parent for parent in target.parents if not parent.exists()]  # the innermost first
-        partial = target.with_name(f".{target.name}.partial")
-        try:
-            partial.mkdir(parents=True)
-        except FileExistsError as error:
-            why = "another `convert` is writing it, or one that was killed has left it for you to delete"
-            raise UserError(f"--to={target}: {partial} is in the way: {why}") from error
-    try:
+    with created(target) as partial:
         for name, content in carried.items():
             write_file(partial / name, content)
         if _FORMAT.value != "orbax" and (directory / "checkpoints").exists() and (directory / "config.json").exists():
@@ -126,14 +142,6 @@ def main() -> None:
             peft.write(partial, lora, trained, absolute(base), contents.find_objective(source))
         else:
             to_huggingface(source, partial, dtype)
-        if partial != target:
-            partial.rename(target)
-    except BaseException:
-        remove(partial)
-        for parent in made:
-            if not any(parent.iterdir()):
-                parent.rmdir()
-        raise
     print(f"{target}: written")
 
 
