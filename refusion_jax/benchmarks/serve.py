@@ -112,14 +112,14 @@ def _by_clients(address, checkpoint: str, clients: list[int], own: flags.FlagVal
                 seen = ask_all(address, count, these)  # over new connections: the server closes idle ones
                 repeats[how].append((seen, time.perf_counter() - began, plain))
         for how, some in repeats.items():
+            answers, seconds, plain = some[-1][0], *np.array([measured for _, *measured in some]).T
+            right = [one.text == p.response for p, one in zip(problems, answers, strict=True)]
+            tokens = sum(one.tokens for one in answers)
             record = {"benchmark": "serve", "clients": count, "how": how, "requests": len(problems)}
-            seen = some[-1][0]
-            right = [one.text == p.response for p, one in zip(problems, seen, strict=True)]
-            record |= {"accuracy": float(np.mean(right)), "tokens": sum(one.tokens for one in seen)}
-            rates = [record["tokens"] / seconds for _, seconds, _ in some]
-            record["tokens_per_second"] = float(np.median(rates))
-            record["of_decode"] = float(np.median([r / plain for r, (*_, plain) in zip(rates, some, strict=True)]))
-            record["requests_per_second"] = float(np.median([len(problems) / seconds for _, seconds, _ in some]))
+            record |= {"accuracy": float(np.mean(right)), "tokens": tokens}
+            record["tokens_per_second"] = float(np.median(tokens / seconds))
+            record["of_decode"] = float(np.median(tokens / seconds / plain))
+            record["requests_per_second"] = float(np.median(len(problems) / seconds))
             record |= _waits([one for seen, *_ in some for one in seen])
             print(json.dumps(record), flush=True)
             yield record

@@ -43,17 +43,14 @@ def plan_chunks(patterns: list[str], size: int, shuffle: bool = False) -> list[l
 
     With `shuffle` each chunk consists of parts drawn from all files. Refuses patterns that match no file.
     """
-    parts: list[InputSplit] = []
-    seen: set[str] = set()
+    sources: dict[str, str] = {}  # the first pattern that matches each file
     for pattern in patterns:
         files = find_files(pattern)
         if not files:
             raise UserError(f"--input={pattern}: no such file")
-        new = [path for path in files if path not in seen]
-        seen.update(new)
-        for path in new:
-            own = splits_of(path, size, size // _DRAWN if shuffle else size)
-            parts += [dataclasses.replace(part, source=pattern) for part in own]
+        sources |= {path: pattern for path in files if path not in sources}
+    cut = {path: splits_of(path, size, size // _DRAWN if shuffle else size) for path in sources}
+    parts = [dataclasses.replace(part, source=sources[path]) for path, own in cut.items() for part in own]
     if shuffle:
         parts = [parts[at] for at in np.random.Generator(np.random.PCG64(0)).permutation(len(parts))]
     chunks: list[list[InputSplit]] = [[]]
@@ -166,19 +163,8 @@ class Preparation:
             for name in ("dropped", "left_out", "sources", "languages", "lengths")
         }
         parts = [part for chunk in self.chunks for part in chunk]
-        files = {"files": len({part.path for part in parts}), "bytes": sum(part.size for part in parts)}
-        shared = {
-            "row_length": settings.row_length,
-            "token_bytes": token_type(tokenizer.size).itemsize,
-            "vocabulary": tokenizer.size,
-            "tokenizer": tokenizer_hash(tokenizer),
-            **counted,
-            "held_out": settings.held_out,
-            "input": files | {"examples": sum(report.examples for report in reports)},
-            "command": self.command,
-            "plan": plan,
-            "times": self._times,
-        }
+        about = {"files": len({part.path for part in parts}), "bytes": sum(part.size for part in parts)}
+        about["examples"] = sum(report.examples for report in reports)
         directories = {"train": output} | ({"held_out": output / "held_out"} if settings.held_out else {})
         shards = {split: tuple(r.shards[split] for r in reports if split in r.shards) for split in directories}
         if not shards["train"]:
@@ -197,8 +183,21 @@ class Preparation:
                 write_file(directory / name, content)
             counts = ("rows", "documents", "segments", "tokens")
             totals = {name: sum(getattr(shard, name) for shard in shards[split]) for name in counts}
-            fill = totals["tokens"] / (totals["rows"] * settings.row_length)
-            manifest = Manifest(**shared, **totals, fill=fill, shards=shards[split])
+            manifest = Manifest(
+                row_length=settings.row_length,
+                token_bytes=token_type(tokenizer.size).itemsize,
+                vocabulary=tokenizer.size,
+                tokenizer=tokenizer_hash(tokenizer),
+                **totals,
+                fill=totals["tokens"] / (totals["rows"] * settings.row_length),
+                **counted,
+                held_out=settings.held_out,
+                input=about,
+                command=self.command,
+                plan=plan,
+                shards=shards[split],
+                times=self._times,
+            )
             write_file(directory / FILE, json.dumps(dataclasses.asdict(manifest), indent=1) + "\n")
         _clean(output)
         return manifest

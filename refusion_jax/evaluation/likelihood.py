@@ -288,14 +288,11 @@ def _lay_out(items: Sequence[ScoredTokens], rows: list[list[int]], B: int, T: in
     integers = ("tokens", "positions", "rank", "group", "labels", "segment")
     arrays = {name: np.zeros((B, T), np.int32) for name in integers} | {"weights": np.zeros((B, T), np.float32)}
     for row, numbers in enumerate(rows):
-        at = 0
-        for segment, number in enumerate(numbers, 1):
-            item = items[number]
-            here = slice(at, at + len(item))
-            for name in ("tokens", "positions", "rank", "group", "labels", "weights"):
-                arrays[name][row, here] = getattr(item, name)
-            arrays["segment"][row, here] = segment
-            at += len(item)
+        own = [items[number] for number in numbers]
+        of_row = {name: np.concatenate([getattr(item, name) for item in own]) for name in arrays.keys() - {"segment"}}
+        of_row["segment"] = np.repeat(np.arange(1, len(own) + 1), [*map(len, own)])
+        for name, values in of_row.items():
+            arrays[name][row, : len(values)] = values
     return arrays
 
 

@@ -70,7 +70,7 @@ class Trackers:
         if set(names) - {"tensorboard"}:
             if not (workdir / FILE).exists():
                 write_file(workdir / FILE, f'{{"id": "{secrets.token_hex(4)}"}}\n')
-            run_id = _read_id(workdir)
+            run_id = read_json(workdir / FILE, _Identity).id
         session = TrackedSession(config, f"{absolute(workdir).name}-{run_id}", run_id, logs, first_step)
         self._all = [_OnThread(name, functools.partial(_TRACKERS[name], session)) for name in names]
 
@@ -103,7 +103,7 @@ def check_trackers(config: ml_collections.ConfigDict, workdir: epath.Path) -> No
         if jax.process_index() == 0 and name != "tensorboard" and importlib.util.find_spec(name) is None:
             refuse(f"{name} is not installed: pip install -e '.[{name}]' in the project's root")
     if (workdir / FILE).exists():
-        _read_id(workdir)
+        read_json(workdir / FILE, _Identity)
 
 
 def _names(text: str) -> list[str]:
@@ -113,10 +113,6 @@ def _names(text: str) -> list[str]:
 @dataclasses.dataclass
 class _Identity:
     id: Annotated[str, pydantic.StringConstraints(pattern="^[0-9a-f]{8}$")]
-
-
-def _read_id(workdir: epath.Path) -> str:
-    return read_json(workdir / FILE, _Identity).id
 
 
 def as_markdown(parts: dict[str, str]) -> str:
