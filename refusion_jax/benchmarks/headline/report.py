@@ -4,7 +4,6 @@ import collections
 import math
 import statistics
 from collections.abc import Sequence
-from typing import NamedTuple
 
 from refusion_jax.benchmarks._markdown import prose, table
 from refusion_jax.benchmarks.headline.curves import (
@@ -166,22 +165,15 @@ def _better_than(own: Curve, found: list[Curve], size: str) -> list[str]:
     return told
 
 
-class Verdict(NamedTuple):
-    """A claim compared with what was measured, one prompt at a time."""
+def verdict(claim: Claim, own: Measured, rival: Measured, speed: float) -> tuple[bool, float, bool]:
+    """(whether a claim holds, accuracy as a multiple of the rival's, whether both are at the ceiling).
 
-    accuracy: float  # as a multiple of the rival's
-    holds: bool
-    at_ceiling: bool
-
-
-def verdict(claim: Claim, own: Measured, rival: Measured, speed: float) -> Verdict:
-    """Whether a claim holds, with each decoder at its fastest point within curves.WITHIN of its best accuracy.
-
-    If both accuracies are at the ceiling, the claim about accuracy counts as met.
+    Each decoder is at its fastest point within curves.WITHIN of its best accuracy. At the ceiling, the claim about
+    accuracy counts as met.
     """
     here, there = own.accuracy.mean, rival.accuracy.mean
     accuracy, ceiling = here / there if there else math.inf if here else 1.0, min(here, there) >= _CEILING
-    return Verdict(accuracy, (accuracy >= claim.accuracy or ceiling) and speed >= claim.speed, ceiling)
+    return (accuracy >= claim.accuracy or ceiling) and speed >= claim.speed, accuracy, ceiling
 
 
 def claims(found: list[Curve]) -> str:
@@ -191,10 +183,10 @@ def claims(found: list[Curve]) -> str:
         for size, weights in ((_ONE, "their own"), (PROXY, "of the speed proxy")):
             if own.is_timed(size) and rival.is_timed(size):
                 speed = own.times_as_fast(rival, size)
-                v = verdict(claim, own.fastest(size), rival.fastest(size), speed)
-                accuracy = f"{claim.accuracy:.2f}x", f"{v.accuracy:.2f}x{' (ceiling)' * v.at_ceiling}"
+                holds, accuracy, ceiling = verdict(claim, own.fastest(size), rival.fastest(size), speed)
+                accuracies = f"{claim.accuracy:.2f}x", f"{accuracy:.2f}x{' (ceiling)' * ceiling}"
                 speeds = f"{claim.speed:.2f}x", f"{speed:.2f}x"
-                rows.append((own.name, rival.name, weights, *accuracy, *speeds, "yes" if v.holds else "no"))
+                rows.append((own.name, rival.name, weights, *accuracies, *speeds, "yes" if holds else "no"))
     names = ["system", "versus", "weights", "accuracy, claimed", "measured", "tokens/s at 1, claimed"]
     names += ["measured", "holds"]
     return table(names, rows) if rows else "No system here has a claim about another one of them."
