@@ -146,16 +146,11 @@ def test_a_claim_holds_if_both_of_its_parts_do(claim, holds):
     assert report.verdict(claim, *points, pair[0].times_as_fast(pair[1], "1"))[0] is holds
 
 
-def test_what_both_have_at_the_ceiling_needs_no_multiple():
-    points = [point("refusion", "", 1.0, 200.0), point("llada", "", 0.995, 10.0)]
-    own, rival = (curve.fastest("1") for curve in curves(results_of(points)))
-    assert report.verdict(Claim("llada", accuracy=1.34, speed=18.0), own, rival, speed=20.0)[0]
-
-
-def test_where_nobody_is_ever_right_no_claim_holds():
-    points = [point("refusion", "", 0.0, 200.0), point("llada", "", 0.0, 10.0)]
-    own, rival = (curve.fastest("1") for curve in curves(results_of(points)))
-    assert not report.verdict(Claim("llada", accuracy=1.34, speed=18.0), own, rival, speed=20.0)[0]
+@pytest.mark.parametrize(("own", "rival", "holds"), [(1.0, 0.995, True), (0.0, 0.0, False)])
+def test_what_both_have_at_the_ceiling_needs_no_multiple_and_what_nobody_has_is_none(own, rival, holds):
+    points = [point("refusion", "", own, 200.0), point("llada", "", rival, 10.0)]
+    fastest = (curve.fastest("1") for curve in curves(results_of(points)))
+    assert report.verdict(Claim("llada", accuracy=1.34, speed=18.0), *fastest, speed=20.0)[0] is holds
 
 
 def test_a_machine_that_slows_down_changes_no_ratio_of_what_is_timed_timed():
