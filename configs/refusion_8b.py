@@ -11,7 +11,7 @@ Expects Qwen3's directory, as downloaded, in ./Qwen3-8B (0.6B ...) and the data 
 """
 
 from refusion_jax.config import default_config
-from refusion_jax.distributed.topology import topology_of
+from refusion_jax.distributed.chips import topology_of
 from refusion_jax.planning.fastest import FASTEST
 
 # hidden_size, num_hidden_layers, num_attention_heads, intermediate_size, tie_word_embeddings

@@ -29,8 +29,7 @@ from refusion_jax.cli.progress import waiting
 from refusion_jax.config import check, help_texts
 from refusion_jax.config.keys import keys
 from refusion_jax.config.model import adopt_shape, model_config
-from refusion_jax.distributed.chips import find_chip
-from refusion_jax.distributed.topology import topology_of
+from refusion_jax.distributed.chips import find_chip, topology_of
 from refusion_jax.distributed.xla_options import version_mismatch
 from refusion_jax.planning.compiler import libtpu_version, prepare_environment, tpu_devices
 from refusion_jax.planning.report import plan_decode, plan_dump, plan_train, to_json, to_table

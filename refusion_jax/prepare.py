@@ -31,8 +31,7 @@ from refusion_jax.cli.paths import is_remote
 from refusion_jax.data.examples import Fields
 from refusion_jax.data.fast_tokenizer import THINKING, load_tokenizer_file
 from refusion_jax.data.filters import ALL, RULES, Filters, FilterSettings
-from refusion_jax.data.hub import pinned
-from refusion_jax.data.input_splits import find_files
+from refusion_jax.data.input_splits import find_files, pinned
 from refusion_jax.data.manifest import LONGEST_ROW, Manifest, file_checksum
 from refusion_jax.data.preparation import Preparation, plan_chunks
 from refusion_jax.data.shards import PrepareSettings

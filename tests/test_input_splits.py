@@ -18,8 +18,7 @@ from refusion_jax import UserError
 from refusion_jax.data import packing, shards
 from refusion_jax.data.examples import Bad, Example, Fields
 from refusion_jax.data.fast_tokenizer import load_tokenizer_file
-from refusion_jax.data.hub import pinned
-from refusion_jax.data.input_splits import find_files, read, splits_of, whole
+from refusion_jax.data.input_splits import find_files, pinned, read, splits_of, whole
 from refusion_jax.data.sources import read_examples
 from refusion_jax.data.tokenizer import SentencePieceTokenizer
 

@@ -21,8 +21,7 @@ from refusion_jax.checkpoints.run_directory import write_model_config
 from refusion_jax.checkpoints.weights import save_params
 from refusion_jax.config import make_objective
 from refusion_jax.config.model import model_config
-from refusion_jax.distributed.chips import find_chip
-from refusion_jax.distributed.topology import NAMES, topology_of
+from refusion_jax.distributed.chips import NAMES, find_chip, topology_of
 from refusion_jax.distributed.xla_options import LIBTPU, version_mismatch
 from refusion_jax.planning import hlo
 from refusion_jax.planning.compiler import Compiled, libtpu_version, prepare_environment

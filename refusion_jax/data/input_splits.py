@@ -18,9 +18,8 @@ from typing import BinaryIO
 
 from etils import epath
 
-from refusion_jax.cli.errors import UserError, first_line
+from refusion_jax.cli.errors import UserError, first_line, needs
 from refusion_jax.cli.paths import is_remote
-from refusion_jax.data import hub
 from refusion_jax.data.examples import OPENING, Bad, Example, Fields, Line, checked, decode, load_json, to_examples
 from refusion_jax.distributed.json_files import LINE
 
@@ -31,6 +30,7 @@ _STREAMS = {".gz": "gzip", ".bz2": "bz2", ".zst": "zstd"}  # that pyarrow decomp
 _KINDS = {".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "json", ".parquet": "parquet"}
 _KINDS |= {".warc": "warc", ".wet": "warc"}
 _COMPRESSED_KINDS = {".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "jsonl", ".warc": "warc", ".wet": "warc"}
+_HUB = "hf://datasets/"
 _ENDLESS = 1 << 62  # bytes: longer than any file, even decompressed
 
 
@@ -46,6 +46,25 @@ class InputSplit:
     source: str = ""  # the --input that matches it
 
 
+def pinned(pattern: str, flag: str = "--input") -> str:
+    """A data set of the Hugging Face Hub, given by a flag, pinned to the current commit of its revision.
+
+    It is hf://datasets/ORG/NAME[@REVISION][/FILES], by default of main; any other pattern is returned as it is.
+    """
+    if not pattern.startswith("hf://"):
+        return pattern
+    if not pattern.startswith(_HUB):
+        raise UserError(f"{flag}={pattern}: is not a data set; those are {_HUB}ORG/NAME")
+    with needs("hub"):
+        from huggingface_hub import HfApi, HfFileSystem
+    try:
+        found = HfFileSystem().resolve_path(pattern)
+        commit = HfApi().dataset_info(found.repo_id, revision=found.revision).sha
+    except Exception as error:  # noqa: BLE001  from the Hub, the network, or for an invalid name
+        raise UserError(f"{flag}={pattern}: {first_line(error)}") from error
+    return "/".join(filter(None, [f"{_HUB}{found.repo_id}@{commit}", found.path_in_repo]))
+
+
 def find_files(pattern: str) -> list[str]:
     """The sorted files of a path, a glob, or a directory (all files below it except hidden ones).
 
@@ -56,7 +75,7 @@ def find_files(pattern: str) -> list[str]:
     path = epath.Path(pattern)
     if path.is_dir():
         found = sorted(map(str, _walk(path, ())))
-        return [path for path in found if whole(path).kind != "text"] if pattern.startswith(hub.PREFIX) else found
+        return [path for path in found if whole(path).kind != "text"] if pattern.startswith(_HUB) else found
     if not is_remote(pattern):
         if Path(pattern).is_file():  # even if its name contains * or ?
             return [pattern]

@@ -11,7 +11,7 @@ from pathlib import Path
 import ml_collections
 
 from refusion_jax.cli.errors import UserError
-from refusion_jax.data import families, hub, input_splits, tasks
+from refusion_jax.data import families, input_splits, tasks
 from refusion_jax.data.examples import Bad, Example, Fields
 from refusion_jax.data.problems import Problem
 
@@ -42,7 +42,7 @@ def read_examples(
             f"{path_flag}: {data.path} is a directory; give a glob such as DIR/*.jsonl (`train` also takes a "
             f"directory that `prepare` wrote, which holds a manifest.json)"
         )
-    if not (files := input_splits.find_files(hub.pinned(data.path, path_flag))):
+    if not (files := input_splits.find_files(input_splits.pinned(data.path, path_flag))):
         raise UserError(f"{path_flag}: {data.path} does not exist (built in: {', '.join(GENERATED)}, stdlib)")
     fields = Fields(data.query_field, data.response_field, data.text_field, fields_flag, data.turns)
     characters, example = 0, None

@@ -5,7 +5,8 @@ It begins with the state of the newest whole checkpoint, opens the logs, and has
 
 import contextlib
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -15,7 +16,7 @@ from refusion_jax.checkpoints.manager import Checkpoints
 from refusion_jax.cli.errors import UserError
 from refusion_jax.config.run_config import claim
 from refusion_jax.data.loader import epochs, global_batches
-from refusion_jax.distributed import compiled_code, processes, profiling, sharding, storage, watchdog, xla_options
+from refusion_jax.distributed import compiled_code, processes, sharding, storage, watchdog, xla_options
 from refusion_jax.distributed.preemption import PreemptionRequested
 from refusion_jax.training import events, recovery
 from refusion_jax.training.loop import Hooks, Now, Run
@@ -85,7 +86,7 @@ class Session:
             if run.compiled_step is None:
                 with self.pause("compile"):
                     run.compiled_step = run.program.compiled_step(self.state)
-            self.profile = profiling.Profile(config.profile_steps, self.directory.path / "tensorboard")
+            self.profile = _Profile(config.profile_steps, self.directory.path / "tensorboard")
             stack.callback(self.profile.stop)
             self.watchdog = watchdog.Watchdog(config.guard.hang_minutes)
             stack.callback(self.watchdog.close)
@@ -165,6 +166,31 @@ class Session:
         seconds = time.monotonic() - began
         self.events.write(event, seconds=round(seconds, 4), **values)
         self.metrics.paused(seconds)
+
+
+class _Profile:
+    """Traces the steps from the first to the last in `steps` on process 0; none if it is empty."""
+
+    def __init__(self, steps: Sequence[int], directory: Path):
+        self._first, self._last = steps or (0, 0)
+        self._directory = directory
+        self._is_tracing = False
+
+    def before(self, step: int) -> None:
+        if self._first <= step <= self._last and not self._is_tracing and jax.process_index() == 0:
+            jax.profiler.start_trace(str(self._directory))
+            self._is_tracing = True
+
+    def after(self, step: int, outputs: Any) -> None:
+        """Writes the trace after the last step, once its outputs are ready."""
+        if self._is_tracing and step == self._last:
+            jax.block_until_ready(outputs)
+            self.stop()
+
+    def stop(self) -> None:
+        if self._is_tracing:
+            jax.profiler.stop_trace()
+            self._is_tracing = False
 
 
 def _initial_weights(run: Run) -> dict | None:
