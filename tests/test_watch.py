@@ -121,6 +121,13 @@ def test_a_cell_tells_what_it_holds_and_when():
     assert spelled(scene["drafts"][2]) == [(0, "A", VERIFIED), (1, "B", VERIFIED)]
 
 
+def test_a_page_shows_an_answer_that_the_prefill_ends():
+    request = Request([66], settings=DecodeSettings("dense", max_new_tokens=1))
+    (row,) = rows_of(page_of(request, Answer([65], [1], [65], 0, 0, "eos")))
+    (scene,) = row["scenes"]
+    assert (scene["groups"], scene["counts"], scene["drafts"]) == ([[["A", 0, 0]]], [1], [])
+
+
 def random_requests(name: str, model, count: int) -> list[Request]:
     """Prompts, lengths and temperatures at random."""
     random, requests = np.random.default_rng(0), []

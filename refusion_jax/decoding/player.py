@@ -75,7 +75,7 @@ class Decodings:
         def word(text: Mapping[int, int], at: int) -> int:
             return words.setdefault(self._spell(text, at), len(words))
 
-        for step, after, count in zip(steps, [*steps[1:], Forward()], counts[1:], strict=True):
+        for step, after, count in zip(steps, [*steps, Forward()][1:], counts[1:], strict=True):
             known = given | {at: final[at] for at in answer.commit_order[:count]}
             fed = known | step.drafts
             planned = known | {at: token for at, (token, _) in step.plan.items()}
