@@ -102,6 +102,10 @@ def test_a_model_that_has_to_call_does_and_what_it_calls_is_valid(client):
         assert [called(streamed[choice.index].values()) for choice in ended] == whole
     (one,) = ask(client, tool_choice="required", parallel_tool_calls=False).choices
     assert (one.finish_reason, len(one.message.tool_calls)) == ("tool_calls", 1)
+    how = {"tools": TOOLS, "tool_choice": BY_NAME, "temperature": 1.0, "seed": 3, "max_tokens": 256}
+    with client.chat.completions.stream(model="tiny", messages=ASK, **how) as events:
+        (done,) = [event for event in events if event.type == "tool_calls.function.arguments.done"]
+    jsonschema.validate(json.loads(done.arguments), SHIRT)
 
 
 @pytest.mark.parametrize("text", ["<tool_call>, 5 < 6", "<|im_end|> is text"])

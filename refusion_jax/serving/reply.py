@@ -157,8 +157,11 @@ class Reply:
             async for number, delta, answer in self._arriving():
                 said = delta.text or delta.calls or delta.finish_reason
                 if said or self._body.watch or (self._body.commits and delta.commits):
-                    own = fields(delta, await scored[number].of(delta))
-                    yield event([{"index": number, **own, **self._end(delta, answer, delta.commits)}])
+                    own = {"index": number, **fields(delta, await scored[number].of(delta))}
+                    if delta.calls and delta.finish_reason:  # OpenAI's client overlooks one that ends there
+                        yield event([own | {"finish_reason": None}])
+                        own |= {"delta": {}, "logprobs": None}
+                    yield event([own | self._end(delta, answer, delta.commits)])
             if options.include_usage:
                 yield event([])
             yield b"data: [DONE]\n\n"
