@@ -10,7 +10,7 @@ import weakref
 import hypothesis
 import jax
 import pytest
-from conftest import BOS, PROMPTS, compiled, settings, sharp_model
+from conftest import BOS, PROMPTS, compiled, equipped, settings, sharp_model
 from helpers import Bytes, wait_until
 from hypothesis import strategies as st
 
@@ -332,6 +332,21 @@ def test_a_device_that_goes_on_failing_ends_the_engine_and_tells_everybody(engin
     engine._thread.join()
     gc.collect()
     assert not caches
+
+
+def test_structured_answers_that_cannot_be_decoded_are_the_servers_fault(engine, monkeypatch):
+    engine, *_ = engine
+    monkeypatch.setattr(Engine, "_compile", lambda engine: 1 / 0)
+    with pytest.raises(Failure, match="structured answers cannot be decoded: division by zero"):
+        engine.constrained(None)
+    assert engine.load["rows"] == 2
+
+
+def test_the_prefixes_of_a_model_and_of_a_drafter_in_its_cache_keep_within_their_bytes():
+    own = settings("dflash", cache_length=64)
+    engine = Engine(equipped(sharp_model(), "dflash"), own, rows=1, prefix_cache=1 << 16)
+    kept = sum(x.nbytes for x in jax.tree.leaves(engine._batch._store))
+    assert 1 << 15 < kept <= 1 << 16
 
 
 def test_drafts_are_counted_as_the_forwards_tell_them():

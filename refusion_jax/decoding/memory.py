@@ -52,13 +52,13 @@ def bytes_needed(model: LanguageModel, mesh: Mesh, rows: int, decoder: Decoder, 
 
     temporary = max(rows * scores(decoder.width) + scored * logits, admitted * scores(prefilled))
     cached = (rows + admitted) * entries + kept
-    return (cached * _token_bytes(model) + temporary + rounded) // tensor
+    return (cached * token_bytes(model) + temporary + rounded) // tensor
 
 
 def room_besides(model: LanguageModel, mesh: Mesh, rows: int, decoder: Decoder) -> int:
     """Tokens whose keys and values fit into each device next to a batch; the same number on all hosts of the mesh."""
     free = _free(mesh) - bytes_needed(model, mesh, rows, decoder)
-    return max(free, 0) * shard_count(mesh, "heads") // _token_bytes(model)
+    return max(free, 0) * shard_count(mesh, "heads") // token_bytes(model)
 
 
 def check_memory(model: LanguageModel, mesh: Mesh, rows: int, decoder: Decoder, kept: int = 0) -> None:
@@ -75,12 +75,12 @@ def check_memory(model: LanguageModel, mesh: Mesh, rows: int, decoder: Decoder, 
         "decode",
         "batch_size",
         rows,
-        f"{rows} rows of {decoder.cache_length:,} tokens, of {_token_bytes(model):,} bytes of cache each, need "
+        f"{rows} rows of {decoder.cache_length:,} tokens, of {token_bytes(model):,} bytes of cache each, need "
         f"{needed / _GIB:.1f} GiB per device besides the weights; {free / _GIB:.1f} GiB are free: {fix}",
     )
 
 
-def _token_bytes(model: LanguageModel) -> int:
+def token_bytes(model: LanguageModel) -> int:
     """Bytes of the keys and values of a token, in the caches of the model and of auxiliary models."""
     auxiliary = [getattr(model, name) for name in model.names] if isinstance(model, WithAuxiliaries) else []
     return sum(bytes_per_token(m.config, m.cache_dtype) for m in [model, *auxiliary])

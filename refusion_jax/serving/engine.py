@@ -19,10 +19,9 @@ import numpy as np
 
 from refusion_jax.cli.command import say
 from refusion_jax.cli.errors import Failure, UserError, first_line
-from refusion_jax.decoding.cache import bytes_per_token
 from refusion_jax.decoding.constrained import Matcher, batch_type
 from refusion_jax.decoding.decoder import Decoder
-from refusion_jax.decoding.memory import room_besides
+from refusion_jax.decoding.memory import room_besides, token_bytes
 from refusion_jax.decoding.queue import batch_rows
 from refusion_jax.decoding.requests import Answer, Request, check_tokens, prepare, read_answer
 from refusion_jax.decoding.settings import Settings
@@ -174,7 +173,8 @@ class Engine:
         """The engine for requests with grammars, created and compiled for the first of them.
 
         It has a quarter of the rows, and its own caches, so that other answers neither change nor wait for grammars.
-        Raises UserError if the decoder cannot follow grammars, or this engine does not fit into memory.
+        Raises UserError if the decoder cannot follow grammars or this engine does not fit into memory, Failure if the
+        device fails while it is compiled.
         """
         with self._making:
             if self._second is None or self._second.failure:
@@ -182,6 +182,8 @@ class Engine:
                 kept = self._prefix_cache and self._prefix_cache // 4
                 second = Engine(self._model, self.settings, rows, grammar, kept)
                 second.start()
+                if second.failure:
+                    raise Failure(f"structured answers cannot be decoded: {first_line(second.failure)}")
                 self._second = second
         return self._second
 
@@ -380,5 +382,5 @@ def _kept_blocks(model: LanguageModel, decoder: Decoder, rows: int, most: int | 
     """
     tokens = min(rows * decoder.cache_length, room_besides(model, model.mesh, rows, decoder) // 4)
     if most is not None:
-        tokens = most * shard_count(model.mesh, "heads") // bytes_per_token(model.config, model.cache_dtype)
+        tokens = most * shard_count(model.mesh, "heads") // token_bytes(model)
     return tokens // decoder.prefix_block
