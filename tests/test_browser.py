@@ -23,6 +23,18 @@ pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]  # of sele
 SIZES = [(400, 800), (1280, 900), (1600, 900)]
 CHAT = ["--decode.slot_size=4", "--decode.serial_blocks=2", "--decode.max_new_tokens=32"]
 OUTSIDE = "return performance.getEntriesByType('resource').map(e => e.name).filter(n => !n.startsWith(location.origin))"
+ONE_TOKEN = """
+const one = view($('text')), range = new Range();
+one.take({choices: [{text: 'א!', forwards: 1}], usage: {completion_tokens: 1}});
+one.end();
+const written = one.box.querySelectorAll('.text span')[1].firstChild;
+const lefts = [0, 1].map((at) => {
+  range.setStart(written, at);
+  range.setEnd(written, at + 1);
+  return range.getBoundingClientRect().left;
+});
+return [one.box.querySelector('.figures').textContent, lefts];
+"""
 FAULTS = "const done = arguments[0]; axe.run().then(found => done(found.violations))"
 
 
@@ -114,6 +126,21 @@ def test_the_page_of_the_server_answers(browser, trained_run):
             browser.find_element("id", "send").click()
             WebDriverWait(browser, 60).until(lambda b, n=count: b.execute_script(written) == n)
             assert browser.execute_script(hidden) <= 0  # the newest answer is in sight
+        figures, lefts = browser.execute_script(ONE_TOKEN)
+        assert figures.startswith("1 token, 1 forward, ")
+        assert lefts[0] > lefts[1]  # what ends a text that is read from the right is on its left
+        fetch = "window.fetch = (...asked) => (sent.push(asked), new Promise(() => {})); window.sent = []"
+        browser.execute_script(f"{fetch}; model.fills_gaps = false; setMode(); $('input').setSelectionRange(2, 4)")
+        browser.find_element("id", "send").click()  # by a decoder without gaps
+        asked = json.loads(browser.execute_script("return sent[0][1].body"))
+        assert asked["prompt"] == "Sort 7 3 9 1."
+        assert "suffix" not in asked
+        browser.find_element("css selector", "[value=chat]").click()
+        browser.find_element("id", "new").click()  # does not end what is written in the other mode
+        assert browser.execute_script("return Boolean(running) && !running.signal.aborted")
+        browser.find_element("css selector", "[value=text]").click()
+        browser.find_element("id", "new").click()
+        assert browser.execute_script("return running.signal.aborted")
         browser.get("about:blank")
 
 
