@@ -299,7 +299,7 @@ def test_what_asks_for_nothing_is_let_through_and_routes_that_are_not_there_are_
     monkeypatch.setattr(service.engine, "submit", lambda jobs: [job.report(answer, True) for job in jobs])
     neutral = {"presence_penalty": 0.0, "best_of": 1, "logit_bias": {}, "suffix": None, "user": "me", "tools": []}
     neutral |= {"metadata": {"a": "b"}, "store": True, "service_tier": "auto", "request_id": "1"}
-    neutral |= {"skip_special_tokens": True, "priority": 0, "top_k": -1}
+    neutral |= {"skip_special_tokens": True, "priority": 0, "top_k": -1, "repetition_penalty": 1.0, "min_p": 0}
     assert client.post("/v1/completions", json={"prompt": "a", "max_tokens": 4, **neutral}).status_code == 200
     asked = [{"role": "developer", "content": "Sort.", "name": "me"}, {"role": "user", "content": "3 1"}]
     asked.append({"role": "tool", "content": "1 3", "tool_call_id": "7"})

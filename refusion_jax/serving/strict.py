@@ -16,8 +16,10 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "best_of": (1,),
     "frequency_penalty": (0,),
     "logit_bias": ({},),
+    "min_p": (0,),
     "parallel_tool_calls": (True, False),  # for completions, like the two below
     "presence_penalty": (0,),
+    "repetition_penalty": (1, 1.0),  # the latter by vLLM's load generator
     "tool_choice": ("none", "auto"),
     "tools": ([],),
 }
