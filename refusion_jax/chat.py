@@ -109,7 +109,7 @@ class Chat:
         asked = Request(ids, settings=self._settings, noise=len(self._turns) // 2, name="the turn")
         request = self._engine.check(asked)
         if self._tokenizer.has_chat_template and first > self._first:
-            note = f"left out from here on, as they do not fit: the first {first // 2} turns"
+            note = f"turns left out from here on, as they do not fit: the first {first // 2}"
             print(note, file=sys.stderr, flush=True)
             self._first = first
         self._turns = [*turns, ("assistant", self._decode(request))]

@@ -96,7 +96,7 @@ def test_turns_have_the_history_that_fits_by_the_chat_template(talker):
         dropped = next(first for first in range(0, len(turns), 2) if fits(first))
         prompts += tokenizer.encode_prompts([tuple(turns[dropped:])])
         turns.append(("assistant", answer.removesuffix("\n")))
-    assert notes[-1] == f"left out from here on, as they do not fit: the first {dropped // 2} turns"
+    assert notes[-1] == f"turns left out from here on, as they do not fit: the first {dropped // 2}"
     settings = DecodeSettings(**sizes)
     requests = [Request(prompt, noise=number, settings=settings) for number, prompt in enumerate(prompts)]
     expected = [tokenizer.decode(tokens) + "\n" for tokens in decode(load_model(talker), requests, settings).tokens]

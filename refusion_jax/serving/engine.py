@@ -158,8 +158,8 @@ class Engine:
         (request,) = prepare([request], self._compiled, self._config)
         if decoder_for([*self._largest, request], self._config) != self._decoder:
             raise UserError(
-                f"{request.name}: its settings need larger forward passes than were compiled: start the server with "
-                "them as --decode flags"
+                f"{request.name}: its settings need larger forward passes than were compiled: give them at the start, "
+                "as --decode flags"
             )
         return request
 
