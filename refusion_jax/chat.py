@@ -30,7 +30,7 @@ from refusion_jax.checkpoints.contents import chosen_settings, load_tokenizer, r
 from refusion_jax.checkpoints.load import load_for
 from refusion_jax.cli import command
 from refusion_jax.cli.errors import Failure, UserError, check_characters, first_line
-from refusion_jax.cli.settings import declared, scope
+from refusion_jax.cli.settings import declared
 from refusion_jax.data.interface import Tokenizer
 from refusion_jax.decoding.requests import Request
 from refusion_jax.decoding.settings import TokenIds
@@ -73,7 +73,7 @@ class Chat:
         elif name == "/help":
             print(_HELP, flush=True)
         elif name == "/settings":
-            for own in sorted(scope(type(self._settings), "row")):
+            for own in sorted(self._settings.changeable):
                 print(f"{own}={getattr(self._settings, own)}  {declared(type(self._settings))[own].help}", flush=True)
         elif name == "/set":
             self._set(rest.split())
@@ -89,7 +89,7 @@ class Chat:
             raise UserError("/set: needs NAME=VALUE; /settings shows the names")
         changes = read_settings(pairs, "/set")
         changed = own_settings(self._settings.method, vars(self._settings) | changes)
-        for name in sorted(changes.keys() - scope(type(self._settings), "row")):
+        for name in sorted(changes.keys() - self._settings.changeable):
             raise UserError(f"/set {name}: is compiled in; start again with --decode.{name}={changes[name]}")
         self._engine.check(Request([self._eos_id], settings=changed, name="/set"))
         self._settings = changed

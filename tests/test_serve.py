@@ -206,7 +206,7 @@ def test_text_after_the_answer_is_seen_as_in_a_template(client, library):
     assert answer.usage.prompt_tokens == len(prompt) + len(suffix)
 
 
-def test_settings_of_decoding_are_for_one_request(client, library):
+def test_settings_of_decoding_are_for_one_request(client, address):
     drawn = {"temperature": 3.0, "seed": 1, "max_tokens": 16, "model": "tiny", "prompt": TEXTS[0]}
     few, greedy = (
         client.completions.create(**how).choices[0].text
@@ -218,6 +218,10 @@ def test_settings_of_decoding_are_for_one_request(client, library):
     careful = client.completions.create(**how, extra_body={"decode": {"slot_threshold": 1.0}})
     assert careful.choices[0].rounds > plain.choices[0].rounds
     assert client.completions.create(**how).choices == plain.choices
+    unread = {"token_threshold": 0.3}  # of the other kind of infilling
+    answer = post(address, "/v1/completions", json={"prompt": TEXTS[0], "decode": unread})
+    assert answer.status_code == 400
+    assert "'token_threshold' is not a setting that a request may have" in answer.json()["error"]["message"]
 
 
 def test_log_probabilities_are_the_likelihood_of_the_answer_and_of_the_echoed_prompt(client, library):

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import TypeAlias
 
 from refusion_jax.cli.errors import UserError, check_characters, naming
-from refusion_jax.cli.settings import scope
 from refusion_jax.data.interface import Tokenizer
 from refusion_jax.decoding.requests import Answer, Request
 from refusion_jax.decoding.settings import Settings
@@ -60,9 +59,8 @@ def read_request(item: dict, tokenizer: Tokenizer | None, settings: Settings, wh
     if not isinstance(template, list) or not all(isinstance(x, str) or _is_int32(x) or is_id_list(x) for x in template):
         raise UserError(f"{where}: template must list given texts (or lists of ids) and lengths of gaps")
     own = item.get("decode", {})
-    changeable = scope(type(settings), "row")
-    if not isinstance(own, dict) or not set(own) <= changeable:
-        raise UserError(f"{where}: decode must be an object with keys of {', '.join(sorted(changeable))}")
+    if not isinstance(own, dict) or not set(own) <= settings.changeable:
+        raise UserError(f"{where}: decode must be an object with keys of {', '.join(sorted(settings.changeable))}")
     with naming(where):
         changed = dataclasses.replace(settings, **own) if own else None
     return Request(

@@ -93,6 +93,11 @@ class Settings:
         return [{}]
 
     @property
+    def changeable(self) -> set[str]:
+        """Names of the settings that each request of a batch may have its own value of."""
+        return scope(type(self), "row")
+
+    @property
     def unit(self) -> int:
         """max_new_tokens is rounded up to a multiple of this, such as the size of a slot or block."""
         return 1

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from refusion_jax.cli.errors import UserError, check_characters
-from refusion_jax.cli.settings import declared, scope
+from refusion_jax.cli.settings import declared
 from refusion_jax.data.interface import Tokenizer
 from refusion_jax.decoding.prompts import Decode
 from refusion_jax.decoding.requests import Answer, Request
@@ -41,7 +41,7 @@ class Service:
         self._ends = {"eos_token": tokenizer.eos_id, "bos_token": begins}
         self._rendering, self._check_tools = threading.Lock(), functools.cache(lambda: check_template(tokenizer))
         self._grammars = Grammars(tokenizer, TokenIds.of(engine.settings, model.config).eos_id)
-        settings, own = declared(type(engine.settings)), scope(type(engine.settings), "row") - set(_OWN_FIELDS)
+        settings, own = declared(type(engine.settings)), engine.settings.changeable - set(_OWN_FIELDS)
         # JSON Schemas of the settings in a request's `decode`.
         self.changeable = {name: settings[name].schema(getattr(engine.settings, name)) for name in sorted(own)}
 

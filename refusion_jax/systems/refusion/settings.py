@@ -110,6 +110,12 @@ class SlotSettings(_Slots):
         return super().traced() | {"budget": self.budget}
 
     @property
+    def changeable(self) -> set[str]:
+        """Without what the compiled kind of infilling does not read."""
+        unread = {EXACT: {"token_threshold"}, THRESHOLD: {"infill_blend"}}
+        return super().changeable - unread.get(self.infill, set())
+
+    @property
     def budget(self) -> int:
         """`speculate` as a number; -1 for "auto"."""
         return -1 if self.speculate == AUTO else int(self.speculate)
