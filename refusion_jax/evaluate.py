@@ -210,9 +210,11 @@ def write_results(output: Path, results: dict) -> None:
                 print(f"{task}  {name}  {value:.4f}" + (f" ± {error:.4f}" if isinstance(error, float) else ""))
     if rate := results["decoding"].get("tokens_per_second"):
         d = results["decoding"]
+        # A prefill, which is not counted, may write all of a short answer.
+        per_forward = f"{d['tokens_per_forward']:.2f} tokens per forward" if d["forwards"] else "no forwards"
         print(
             f"{d['samples']} samples, {d['resumed']} of them decoded before; {rate:,.0f} tokens/s, "
-            f"{d['tokens_per_forward']:.2f} tokens per forward, {d['mean_tokens']:.0f} tokens each, "
+            f"{per_forward}, {d['mean_tokens']:.0f} tokens each, "
             f"{d['truncated_share']:.1%} cut at their longest"
         )
     print(f"{output}/results.json")

@@ -212,6 +212,17 @@ command.run(part.main)
 
 
 @pytest.mark.thorough
+def test_answers_that_a_prefill_writes_take_no_forwards(tmp_path, trained_run, tasks):
+    workdir = shutil.copytree(trained_run, tmp_path / "dense")
+    config = json.loads((workdir / "config.json").read_text())
+    (workdir / "config.json").write_text(json.dumps(config | {"objective": "dense"}))
+    directory = tasks(GENERATE.replace("max_gen_toks: 20", "max_gen_toks: 1"))
+    flags = [f"--checkpoint={workdir}", f"--include_path={directory}", "--tasks=sums", f"--output={tmp_path}/out"]
+    out, _ = run("evaluate", *flags, "--limit=2")
+    assert re.search(r"\n2 samples, 0 of them decoded before; [\d,]+ tokens/s, no forwards, 1 tokens each, ", out), out
+
+
+@pytest.mark.thorough
 def test_results_name_the_step_that_was_decoded_while_the_run_goes_on(tmp_path, trained_run, tasks):
     shutil.copytree(trained_run, tmp_path / "run")
     flags = [f"--checkpoint={tmp_path}/run", f"--include_path={tasks(GENERATE)}", f"--output={tmp_path}/out"]
