@@ -88,7 +88,6 @@ def reference(model: LanguageModel, request: Request) -> dict:
 
 SYSTEM = System(
     name="conv",
-    objective=None,
     decoders={"conv": Convolve},
     references={"conv": reference},
     decodes=("llada", "dream", "r2ft"),

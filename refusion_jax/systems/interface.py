@@ -145,9 +145,10 @@ class System:
     """A training objective and its decoders, under one name."""
 
     name: str
-    objective: type[Objective] | None  # None: it only decodes models of others
-    decoders: Mapping[str, type[Decoder]]  # by name; the first is the default
-    references: Mapping[str, Callable[[LanguageModel, Request], dict]]  # each in plain Python: decoding/reference.py
+    objective: type[Objective] | None = None  # None: it only decodes models of others
+    decoders: Mapping[str, type[Decoder]] = dataclasses.field(default_factory=dict)  # by name; the first is the default
+    # Of each decoder, in plain Python: decoding/reference.py.
+    references: Mapping[str, Callable[[LanguageModel, Request], dict]] = dataclasses.field(default_factory=dict)
     section: str = ""  # config section with the settings of the objective; by default the name, if there are any
     former: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # removed keys -> the value that is still used
     block_key: str = ""  # the key for the number of tokens that are denoised together, if there is one

@@ -116,8 +116,6 @@ class RejectRepetition(Objective):
 SYSTEM = System(
     name="r2ft",
     objective=RejectRepetition,
-    decoders={},
-    references={},
     former={"eps": 1e-3, "gamma": 0.0},
     scoring=llada.SCORING,
 )

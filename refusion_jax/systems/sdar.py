@@ -42,7 +42,6 @@ _OPEN = {"block_size": 4, "mask_token_id": 151669}  # where config.json does not
 
 SYSTEM = System(
     name="sdar",
-    objective=None,
     decoders={"sdar": BlockByBlock},
     references={"sdar": functools.partial(block_diffusion.reference, shift=0)},
     releases=(
