@@ -15,6 +15,7 @@ from jax.experimental.layout import Layout, with_layout_constraint
 from jaxtyping import Array, Bool, Float32, Int32
 
 from refusion_jax.decoding.requests import Given
+from refusion_jax.decoding.sampling import entry
 from refusion_jax.distributed.sharding import constrain, device_kind_here
 from refusion_jax.model.interface import LanguageModel
 from refusion_jax.model.key_values import KeyValues
@@ -94,7 +95,7 @@ def tokens_at_once(chunk_length: int, block_size: int = 1) -> int:
 
 def prefill_but_last(model: LanguageModel, given: Given, chunk_length: int) -> tuple[Cache, Int32[Array, "B"]]:
     """(cache of all given tokens but the last, the last token), which the first pass of the decoding loop takes."""
-    last = jnp.take_along_axis(given.tokens, given.length[:, None] - 1, axis=1)[:, 0]
+    last = entry(given.tokens, given.length - 1)
     return Cache(prefill(model, given, chunk_length).entries, given.length - 1), last
 
 

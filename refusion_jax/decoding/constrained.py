@@ -39,7 +39,7 @@ from refusion_jax.decoding import cache as kv
 from refusion_jax.decoding.decoder import SLOT_MASK, Continuation, Continuer, Decoder
 from refusion_jax.decoding.queue import UNTIL_DONE, Progress, RunningBatch
 from refusion_jax.decoding.requests import Layout, Request, text_capacity
-from refusion_jax.decoding.sampling import mask_logits, put, run_length, sample
+from refusion_jax.decoding.sampling import entry, put, run_length
 from refusion_jax.decoding.trajectory import tell
 from refusion_jax.distributed.processes import fetch
 from refusion_jax.distributed.sharding import sharding
@@ -118,16 +118,15 @@ class Constrained(Continuer):
             of_masks = N + jnp.clip(place - start[:, :1], 0, self.width - N - 1)
             source = jnp.where(place % K == 0, of_masks, offset)
             logits = logits.at[:, :N].set(jnp.take_along_axis(logits, source[:, :, None], axis=1))
-        _, choosable = mask_logits(logits, s.places.may_end(begin + predicted), self.ids)
-        choosable = choosable.at[:, :N].set(jnp.where(bits(s.allowed, logits.shape[2]), choosable[:, :N], -jnp.inf))
-        tokens = sample(choosable, jnp.ones_like(predicted, bool), s.keys, begin + predicted, s.settings)
+        logits = logits.at[:, :N].set(jnp.where(bits(s.allowed, logits.shape[2]), logits[:, :N], -jnp.inf))
+        tokens = s.sampled(logits, begin + predicted)
 
         is_reached = offset <= s.drafted[:, None]
         agrees = (tokens[:, : N - 1] == s.drafts) & is_reached[:, 1:]
         accepted = run_length(agrees)
         tell(s.drafts, begin + place[:, : N - 1], is_reached[:, 1:])
-        after, kept = s.commit(cache, tokens[:, :N], begin + place, accepted + 1, self.ids.eos_id)
-        last = jnp.take_along_axis(tokens, jnp.maximum(kept - 1, 0)[:, None], axis=1)[:, 0]
+        after, kept = s.commit(cache, tokens[:, :N], begin + place, accepted + 1)
+        last = entry(tokens, jnp.maximum(kept - 1, 0))
         # After a rejected draft, the predictions of the later ones are the best guesses available (Jacobi iteration).
         guesses = put(s.guesses, predicted[:, N:], tokens[:, N:])
         guesses = put(guesses, jnp.where(is_reached, place, self.new_tokens), tokens[:, :N])

@@ -66,6 +66,7 @@ class RowState:
     keys: Key[Array, "B"]
     active: Bool[Array, "B"]  # rows that are not finished
     forwards: Int32[Array, "B"]  # forward passes of the row; the prefill is not counted
+    ids: TokenIds = struct.field(pytree_node=False)
 
     @property
     def rounds(self) -> Int32[Array, "B"]:
@@ -77,11 +78,20 @@ class RowState:
         """Keys of the next forward pass, for tokens that may be rejected: a place is then sampled anew."""
         return jax.vmap(jax.random.fold_in)(self.keys, self.forwards)
 
+    def choosable(self, logits: Float32[Array, "B T V"], places: Int32[Array, "B T"]) -> Float32[Array, "B T V"]:
+        """Logits of tokens for these places of the text, -inf for those that may not be chosen there."""
+        return mask_logits(logits, self.places.may_end(places), self.ids)[1]
+
+    def sampled(self, logits: Float32[Array, "B T V"], places: Int32[Array, "B T"]) -> Int32[Array, "B T"]:
+        """The token that is taken at each place; with a temperature, its noise depends on row and place alone."""
+        choosable = self.choosable(logits, places)
+        return sample(choosable, jnp.ones_like(places, bool), self.keys, places, self.settings)
+
     def propose(
-        self, logits: Float32[Array, "B T V"], places: Int32[Array, "B T"], is_read: Bool[Array, "B T"], ids: TokenIds
+        self, logits: Float32[Array, "B T V"], places: Int32[Array, "B T"], is_read: Bool[Array, "B T"]
     ) -> Proposal:
         """Proposes a token for each place that is read, and records them as the plan of this forward pass."""
-        real, choosable = mask_logits(logits, self.places.may_end(places), ids)
+        real, choosable = mask_logits(logits, self.places.may_end(places), self.ids)
         proposal = Proposal(sample(choosable, is_read, self.forward_keys, places, self.settings), real, choosable)
         tell(proposal.token, places, is_read, proposal.probability)
         return proposal
@@ -94,15 +104,15 @@ class RowState:
         """
         zeros, room = jnp.zeros_like(layout.given.length), layout.places.position.shape[1] + at_once
         record = Record.empty(len(zeros), room)
-        return cls(record, layout.places, layout.settings, keys, active=zeros == 0, forwards=zeros, **own)
+        return cls(record, layout.places, layout.settings, keys, zeros == 0, zeros, layout.ids, **own)
 
     @classmethod
-    def start_text(cls, layout: Layout, keys: Key[Array, "B"], at_once: int, mask_id: int, **own: Any) -> Self:
+    def start_text(cls, layout: Layout, keys: Key[Array, "B"], at_once: int, **own: Any) -> Self:
         """`start` with two more fields: `text` [B, C], masks where nothing is given, and `length` [B] of the text."""
         tokens, positions, given = map(jnp.asarray, (layout.given.tokens, layout.given.positions, layout.given.length))
         B, C = tokens.shape
         at = jnp.where(jnp.arange(C)[None] < given[:, None], positions, C)  # filler is dropped
-        text = put(jnp.full((B, C), mask_id, jnp.int32), at, tokens)
+        text = put(jnp.full((B, C), layout.ids.mask_id, jnp.int32), at, tokens)
         return cls.start(layout, keys, at_once, text=text, length=given + layout.places.count, **own)
 
 
@@ -154,7 +164,8 @@ class Decoder(abc.ABC):
 
     def lay_out(self, requests: Sequence[Request]) -> Layout:
         """The requests as a tree of numpy arrays with leading axis R; runs on the host."""
-        return Layout.of(requests, self.cache_length or self.width, Places.of(requests, self.new_tokens))
+        places = Places.of(requests, self.new_tokens)
+        return Layout.of(requests, self.cache_length or self.width, places, self.ids)
 
     @abc.abstractmethod
     def init(self, model: LanguageModel, layout: Layout, keys: Key[Array, "R"]) -> RowState:
@@ -195,20 +206,20 @@ class Continuation(RowState):
 
     cache: kv.Cache
 
+    def next_places(self, count: int) -> Int32[Array, "B {count}"]:
+        """The next places of texts without gaps, in order; each is predicted by the token before it."""
+        first = jnp.asarray(self.places.position)[:, :1] + self.record.count[:, None]
+        return first + jnp.arange(count)[None]
+
     def commit(
-        self,
-        cache: kv.Cache,
-        tokens: Int32[Array, "B T"],
-        places: Int32[Array, "B T"],
-        count: Int32[Array, "B"],
-        eos_id: int,
+        self, cache: kv.Cache, tokens: Int32[Array, "B T"], places: Int32[Array, "B T"], count: Int32[Array, "B"]
     ) -> tuple["Continuation", Int32[Array, "B"]]:
         """Commits the first `count` of these tokens, up to an EOS and the last place: (the next state, their number).
 
         Commits as many of the cache entries that the forward pass has written.
         """
         count = jnp.where(self.active, jnp.minimum(count, self.places.count - self.record.count), 0)
-        ends = (tokens == eos_id) & (jnp.arange(tokens.shape[1])[None] < count[:, None])
+        ends = (tokens == self.ids.eos_id) & (jnp.arange(tokens.shape[1])[None] < count[:, None])
         has_end = jnp.any(ends, axis=1)
         count = jnp.where(has_end, jnp.argmax(ends, axis=1) + 1, count)
         record = self.record.append(tokens, places, count)
@@ -233,23 +244,18 @@ class FilledText(Continuation):
     text: Int32[Array, "B C"]  # the mask token wherever nothing is filled
     length: Int32[Array, "B"]  # maximal length; an EOS, once filled, shortens it
 
-    def masks(self, mask_id: int) -> Bool[Array, "B C"]:
+    @property
+    def masks(self) -> Bool[Array, "B C"]:
         """The places that are still to be filled; a prompt may hold mask tokens as well."""
         index, first = row_index(self.text), jnp.asarray(self.places.position)[:, :1]
-        return (self.text == mask_id) & (index >= first) & (index < self.length[:, None])
+        return (self.text == self.ids.mask_id) & (index >= first) & (index < self.length[:, None])
 
     def fill(
-        self,
-        cache: kv.Cache,
-        is_new: Bool[Array, "B T"],
-        tokens: Int32[Array, "B T"],
-        places: Int32[Array, "B T"],
-        ids: TokenIds,
-        **own: Any,
+        self, cache: kv.Cache, is_new: Bool[Array, "B T"], tokens: Int32[Array, "B T"], places: Int32[Array, "B T"]
     ) -> "FilledText":
         """The state after a forward pass of active rows that fills new tokens, up to the first EOS among them."""
         is_new &= self.active[:, None]
-        length = jnp.min(jnp.where(is_new & (tokens == ids.eos_id), places + 1, self.length[:, None]), axis=1)
+        length = jnp.min(jnp.where(is_new & (tokens == self.ids.eos_id), places + 1, self.length[:, None]), axis=1)
         is_new &= places < length[:, None]
         after = dataclasses.replace(
             self,
@@ -258,9 +264,8 @@ class FilledText(Continuation):
             text=put(self.text, jnp.where(is_new, places, self.text.shape[1]), tokens),
             length=length,
             forwards=self.forwards + self.active,
-            **own,
         )
-        return dataclasses.replace(after, active=self.active & jnp.any(after.masks(ids.mask_id), axis=1))
+        return dataclasses.replace(after, active=self.active & jnp.any(after.masks, axis=1))
 
 
 class Continuer(Decoder):

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 from flax import struct
-from jaxtyping import Array, ArrayLike, Bool, Float32, Int32, Key, PyTree
+from jaxtyping import Array, ArrayLike, Bool, Float32, Int32, Key, PyTree, Shaped
 
 from refusion_jax.decoding.settings import TokenIds, TracedSettings
 from refusion_jax.decoding.trajectory import Told, tell
@@ -164,6 +164,17 @@ def probability(logits: Float32[Array, "B T V"], tokens: Int32[Array, "B T"]) ->
 def put(text: Int32[Array, "B C"], at: Int32[Array, "B K"], tokens: Int32[Array, "B K"]) -> Int32[Array, "B C"]:
     """The text with tokens written at these indices; indices outside the text are dropped."""
     return jax.vmap(lambda text, at, tokens: text.at[at].set(tokens, mode="drop"))(text, at, tokens)
+
+
+def entry(x: Shaped[Array, "B T"], index: Int32[Array, "B"]) -> Shaped[Array, "B"]:
+    """The entry of each row at its index."""
+    return jnp.take_along_axis(x, index[:, None], axis=1)[:, 0]
+
+
+def surest(scores: Float32[Array, "B T"], among: Bool[Array, "B T"], is_sure: Bool[Array, "B T"]) -> Bool[Array, "B T"]:
+    """Of some places, those that are sure, and at least the one with the highest score, the first one in a tie."""
+    best = jnp.argmax(jnp.where(among, scores, -jnp.inf), axis=1)
+    return among & (is_sure | (jnp.arange(scores.shape[1])[None] == best[:, None]))
 
 
 def select(rows: Bool[Array, "B"], new: PyTree, old: PyTree) -> PyTree:

@@ -40,7 +40,7 @@ from refusion_jax.decoding.auxiliary import in_vocabulary
 from refusion_jax.decoding.decoder import Continuer, FilledText
 from refusion_jax.decoding.reference import ReferenceDecoder
 from refusion_jax.decoding.requests import Layout, Request, most_new_tokens, text_capacity
-from refusion_jax.decoding.sampling import mask_logits, run_length, sample
+from refusion_jax.decoding.sampling import run_length, sample
 from refusion_jax.decoding.trajectory import tell
 from refusion_jax.model.interface import LanguageModel
 from refusion_jax.model.shape import ModelConfig
@@ -79,32 +79,31 @@ class DraftAndAgree(Continuer):
 
     def init(self, model: LanguageModel, layout: Layout, keys: Key[Array, "B"]) -> FilledText:
         cache, _ = kv.prefill_but_last(model.verifier, layout.given, self.chunk)
-        return FilledText.start_text(layout, keys, self.lookahead, self.ids.mask_id, cache=cache)
+        return FilledText.start_text(layout, keys, self.lookahead, cache=cache)
 
     def scored(self, model: LanguageModel, rows: int) -> int:
         return super().scored(model, rows) * self.lookahead // self.width
 
     def step(self, model: LanguageModel, s: FilledText) -> FilledText:
         """One forward pass of the model over the text and the masks ahead, and one of the verifier over the drafts."""
-        K, first = self.lookahead, s.places.position[:, 0] + s.record.count
-        at = first[:, None] + jnp.arange(K)[None]  # [B, K]
-        is_mask = at < s.length[:, None]
-        ahead = s.replace(text=s.text[:, : self.width], length=jnp.minimum(first + K, s.length))
-        drafter = s.propose(masked.denoise(model, ahead, at, self.shifted), at, is_mask, self.ids)
+        K, at = self.lookahead, s.next_places(self.lookahead)
+        first, is_mask = at[:, :1], at < s.length[:, None]
+        ahead = s.replace(text=s.text[:, : self.width], length=jnp.minimum(first[:, 0] + K, s.length))
+        drafter = s.propose(masked.denoise(model, ahead, at, self.shifted), at, is_mask)
         drafts = drafter.token
         tell(drafts, at, is_mask)
 
-        last = jnp.take_along_axis(s.text, first[:, None] - 1, axis=1)
+        last = jnp.take_along_axis(s.text, first - 1, axis=1)
         fed = jnp.concatenate([last, drafts[:, :-1]], axis=1)
         logits, cache = kv.extend(model.verifier, s.cache, fed, at - 1)
         share = s.settings.drafter_weight[:, None, None]
         verifier = in_vocabulary(logits, drafter.real.shape[2])
         blended = jnp.where(drafter.real > -jnp.inf, share * drafter.real + (1 - share) * verifier, -jnp.inf)
-        _, choosable = mask_logits(blended, s.places.may_end(at), self.ids)
-        targets = sample(choosable, is_mask, s.forward_keys, at, s.settings)  # with the noise of the drafts
+        # With the noise of the drafts.
+        targets = sample(s.choosable(blended, at), is_mask, s.forward_keys, at, s.settings)
 
         prefix = jnp.maximum(run_length(is_mask & (targets == drafts)), 1)[:, None]
-        after = s.fill(cache, is_mask & (at < first[:, None] + prefix), drafts, at, self.ids)
+        after = s.fill(cache, is_mask & (at < first + prefix), drafts, at)
         return after.replace(cache=kv.commit(cache, after.record.count - s.record.count))
 
 
@@ -134,7 +133,6 @@ def reference(model: LanguageModel, request: Request) -> dict:
 
 SYSTEM = System(
     name="apd",
-    objective=None,
     decoders={"apd": DraftAndAgree},
     references={"apd": reference},
     decodes=("llada", "dream", "r2ft"),

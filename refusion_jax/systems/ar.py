@@ -24,7 +24,6 @@ from refusion_jax.decoding import sampling
 from refusion_jax.decoding.decoder import LAST_TOKEN, Continuation, Continuer
 from refusion_jax.decoding.reference import ReferenceDecoder
 from refusion_jax.decoding.requests import Layout, Request
-from refusion_jax.decoding.sampling import mask_logits, sample
 from refusion_jax.model.interface import LanguageModel
 from refusion_jax.systems.interface import PLAIN, Objective, ScoredText, ScoredTokens, Scoring, System
 
@@ -71,16 +70,11 @@ class LeftToRight(Continuer):
         return LeftToRightState.start(layout, keys, self.width, cache=cache, last=last)
 
     def step(self, model: LanguageModel, s: LeftToRightState) -> LeftToRightState:
-        place = self.next_places(s)  # [B, 1]
+        place = s.next_places(1)
         logits, cache = kv.extend(model, s.cache, s.last[:, None], place - 1)
-        _, choosable = mask_logits(logits, s.places.may_end(place), self.ids)
-        token = sample(choosable, jnp.ones_like(place, bool), s.keys, place, s.settings)
-        after, _ = s.commit(cache, token, place, jnp.ones_like(s.last), self.ids.eos_id)
+        token = s.sampled(logits, place)
+        after, _ = s.commit(cache, token, place, jnp.ones_like(s.last))
         return s.renewed(after, last=token[:, 0])
-
-    def next_places(self, s: Continuation) -> Int32[Array, "B N"]:
-        """The places of the next tokens in the text; each is predicted by the token before it."""
-        return (s.places.position[:, 0] + s.record.count)[:, None] + jnp.arange(self.width)[None]
 
 
 class Speculative(LeftToRight):
@@ -88,9 +82,8 @@ class Speculative(LeftToRight):
 
     def draw_drafts(self, s: Continuation, logits: Array) -> tuple[Array, Array]:
         """(drafts of the next tokens, [B, M], from a drafter's logits; the distributions they come from, [B, M, V])."""
-        places = self.next_places(s)[:, :-1]
-        _, choosable = mask_logits(logits, s.places.may_end(places), self.ids)
-        q = sampling.distribution(choosable, s.settings)
+        places = s.next_places(self.width - 1)
+        q = sampling.distribution(s.choosable(logits, places), s.settings)
         return sampling.draw(q, s.keys, places, s.settings), q
 
     def verify(
@@ -100,12 +93,11 @@ class Speculative(LeftToRight):
 
         `last` is the last token, which is not in the cache yet; the others are as for `sampling.verify`.
         """
-        places = self.next_places(s)
+        places = s.next_places(self.width)
         logits, cache = kv.extend(model, s.cache, jnp.concatenate([last[:, None], drafts], axis=1), places - 1)
-        _, choosable = mask_logits(logits, s.places.may_end(places), self.ids)
-        p = sampling.distribution(choosable, s.settings)
+        p = sampling.distribution(s.choosable(logits, places), s.settings)
         accepted, tokens = sampling.verify(p, q, drafts, drafted, s.keys, places, s.settings)
-        after, kept = s.commit(cache, tokens, places, accepted + 1, self.ids.eos_id)
+        after, kept = s.commit(cache, tokens, places, accepted + 1)
         return after, tokens, kept
 
 

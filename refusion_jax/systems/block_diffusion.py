@@ -60,6 +60,7 @@ from refusion_jax.decoding import settings as shared
 from refusion_jax.decoding.decoder import Continuer, FilledText
 from refusion_jax.decoding.reference import ReferenceDecoder
 from refusion_jax.decoding.requests import Layout, Request
+from refusion_jax.decoding.sampling import surest
 from refusion_jax.model.families import Release
 from refusion_jax.model.interface import LanguageModel
 from refusion_jax.model.shape import ModelConfig
@@ -180,7 +181,7 @@ class BlockByBlock(Continuer):
         given, K = layout.given, self.width
         entries = kv.prefill(model, given, self.chunk, block_size=K).entries
         cache = kv.Cache(entries, (given.length - self.shift) // K * K)
-        return FilledText.start_text(layout, keys, K, self.ids.mask_id, cache=cache)
+        return FilledText.start_text(layout, keys, K, cache=cache)
 
     def look(self, model: LanguageModel, s: FilledText) -> tuple[Array, Array, Array, kv.Cache]:
         """One forward pass over each row's block: (its places, the fed tokens, their logits, the cache)."""
@@ -194,19 +195,18 @@ class BlockByBlock(Continuer):
         offset, own = jnp.arange(self.width)[None], s.settings
         at, _, logits, cache = self.look(model, s)
 
-        open_here = jnp.take_along_axis(s.masks(self.ids.mask_id), at, axis=1)  # masks of the block
+        open_here = jnp.take_along_axis(s.masks, at, axis=1)  # masks of the block
         is_done = ~jnp.any(open_here, axis=1)
         part = offset // own.sub_block[:, None]
         here = jnp.min(jnp.where(open_here, part, self.width), axis=1, keepdims=True)
         readable = open_here & (part == here)
         if self.shift:  # the first token of a block is read from the last one before it
             readable = jnp.where(is_done[:, None], offset == self.width - 1, next_in_row(readable))
-        proposal = s.propose(logits, at + self.shift, readable, self.ids)
-        confidence = jnp.where(readable, proposal.probability, -1.0)
-        is_best = offset == jnp.argmax(confidence, axis=1)[:, None]
-        reveals = readable & ((confidence > own.threshold[:, None]) | is_best)
+        proposal = s.propose(logits, at + self.shift, readable)
+        confidence = proposal.probability
+        reveals = surest(confidence, readable, confidence > own.threshold[:, None])
         cache = kv.commit(cache, jnp.where(s.active & is_done, self.width, 0))
-        return s.fill(cache, reveals, proposal.token, at + self.shift, self.ids)
+        return s.fill(cache, reveals, proposal.token, at + self.shift)
 
 
 def reference(model: LanguageModel, request: Request, shift: int = 1) -> dict:

@@ -142,23 +142,24 @@ class CausalBlocks(Continuer):
     def init(self, model: LanguageModel, layout: Layout, keys: Key[Array, "B"]) -> CausalBlocksState:
         cache, last = kv.prefill_but_last(model, layout.given, self.chunk)
         own = {"cache": cache, "passed": jnp.zeros_like(last)}
-        return CausalBlocksState.start_text(layout, keys, self.width, self.ids.mask_id, **own)
+        return CausalBlocksState.start_text(layout, keys, self.width, **own)
 
     def step(self, model: LanguageModel, s: CausalBlocksState) -> CausalBlocksState:
         """One forward pass over each row's block: reveals tokens, or commits a finished block."""
         K = self.width
         at = s.cache.length[:, None] + jnp.arange(K)[None]  # [B, K]; each predicts the token after it
-        is_mask = jnp.take_along_axis(s.masks(self.ids.mask_id), at + 1, axis=1)
+        is_mask = jnp.take_along_axis(s.masks, at + 1, axis=1)
         is_open = s.active & jnp.any(is_mask, axis=1)
 
         logits, cache = kv.extend(model, s.cache, jnp.take_along_axis(s.text, at, axis=1), at)
-        proposal = s.propose(logits, at + 1, is_mask, self.ids)
+        proposal = s.propose(logits, at + 1, is_mask)
         reveals = is_mask & (proposal.probability > s.settings.threshold[:, None])
         is_stuck = ~jnp.any(reveals, axis=1) & (s.settings.temperature == 0)
         is_last = (s.passed + 1 >= s.settings.passes) | is_stuck
         reveals = jnp.where(is_last[:, None], is_mask, reveals)
         cache = kv.commit(cache, jnp.where(s.active & ~is_open, K, 0))
-        return s.fill(cache, reveals, proposal.token, at + 1, self.ids, passed=jnp.where(is_open, s.passed + 1, 0))
+        after = s.fill(cache, reveals, proposal.token, at + 1)
+        return after.replace(passed=jnp.where(is_open, s.passed + 1, 0))
 
 
 def reference(model: LanguageModel, request: Request) -> dict:

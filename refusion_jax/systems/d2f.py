@@ -50,6 +50,7 @@ from refusion_jax.decoding import settings as shared
 from refusion_jax.decoding.decoder import Decoder
 from refusion_jax.decoding.reference import ReferenceDecoder
 from refusion_jax.decoding.requests import Layout, Request, most_new_tokens, rounded_up, text_capacity
+from refusion_jax.decoding.sampling import entry
 from refusion_jax.model.interface import LanguageModel
 from refusion_jax.model.shape import ModelConfig
 from refusion_jax.systems import masked
@@ -165,13 +166,13 @@ class Pipeline(Decoder):
         """The initial state: prompts are cached, with bidirectional attention; no block is open."""
         cache = kv.prefill(model, layout.given, self.chunk, block_size=self.chunk)
         own = {"cache": cache, "opened": jnp.zeros_like(cache.length)}
-        return PipelineState.start_text(layout, keys, self.width, self.ids.mask_id, **own)
+        return PipelineState.start_text(layout, keys, self.width, **own)
 
     def step(self, model: LanguageModel, s: PipelineState) -> PipelineState:
         """One forward pass over the blocks in flight."""
         K, F, own = self.block_length, self.width, s.settings
         cached = (s.cache.length - s.first) // K  # [B] blocks
-        w = masked.window(s, self.ids, F, cached * K, jnp.full_like(cached, F))
+        w = s.window(F, cached * K, jnp.full_like(cached, F))
         before = jnp.sum(w.masked.reshape(len(cached), F // K, K), axis=2)  # [B, W] masks of blocks, open or not
         opened = self._open(s, cached, before)
         w = w._replace(masked=w.masked & (jnp.arange(F)[None] < ((opened - cached) * K)[:, None]))
@@ -181,7 +182,7 @@ class Pipeline(Decoder):
         block = jnp.arange(F) // K
         logits, cache = kv.extend(model, s.cache, tokens, index, (block[:, None] >= block[None])[None])
 
-        proposal = s.propose(logits, w.position, w.masked, self.ids)
+        proposal = s.propose(logits, w.position, w.masked)
         by_block = (len(index), F // K, K)
         p = jnp.where(w.masked, proposal.probability, -1.0).reshape(by_block)
         sure = p > own.threshold[:, None, None]
@@ -189,7 +190,7 @@ class Pipeline(Decoder):
         share = 1 - jnp.pad(before[:, :-1], ((0, 0), (1, 0))) / K  # committed share of the block before each one
         is_forced = (share >= _FORCE_AT) & ~jnp.any(sure, axis=2)
         chosen = (sure | (is_best & is_forced[:, :, None])).reshape(w.masked.shape)
-        after = masked.commit(s, w, proposal.token, chosen, self.ids, s.active)
+        after = s.commit(w, proposal.token, chosen, s.active)
 
         done = jnp.cumprod(before == 0, axis=1) * (jnp.arange(F // K)[None] < (opened - cached)[:, None])
         finished = jnp.where(s.active, jnp.sum(done, axis=1), 0)
@@ -198,7 +199,7 @@ class Pipeline(Decoder):
     def _open(self, s: PipelineState, cached: Int32[Array, "B"], left: Int32[Array, "B W"]) -> Int32[Array, "B"]:
         """Number of open blocks, with a new one if the last one is far enough, there is room, and no EOS yet."""
         last = s.opened - cached - 1  # in flight; -1 where all are cached
-        of_last = jnp.take_along_axis(left, jnp.maximum(last, 0)[:, None], axis=1)[:, 0]
+        of_last = entry(left, jnp.maximum(last, 0))
         share = jnp.where(last >= 0, 1 - of_last / self.block_length, 1.0)
         has_room = (last + 1 < self.width // self.block_length) & (s.opened * self.block_length < s.places.count)
         is_real = jnp.arange(s.record.tokens.shape[1])[None] < s.record.count[:, None]

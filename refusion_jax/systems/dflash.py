@@ -154,7 +154,7 @@ class ReadAndDraft(ar.Speculative):
     def step(self, model: LanguageModel, s: ar.LeftToRightState) -> ar.LeftToRightState:
         """One forward pass of each model, after which each row commits the accepted drafts and one more token."""
         model, M = WithDrafter(model), self.width - 1
-        drafts, q = self.draw_drafts(s, model.draft(s.last, self.next_places(s)[:, 0] - 1, s.cache, M))
+        drafts, q = self.draw_drafts(s, model.draft(s.last, s.next_places(1)[:, 0] - 1, s.cache, M))
         after, tokens, _ = self.verify(model, s, s.last, drafts, jnp.full_like(s.last, M), q)
         return s.renewed(after, last=tokens[:, -1])
 

@@ -41,6 +41,7 @@ from refusion_jax.decoding import settings as shared
 from refusion_jax.decoding.cache import Cache, stored
 from refusion_jax.decoding.reference import ReferenceDecoder
 from refusion_jax.decoding.requests import Layout, Request
+from refusion_jax.decoding.sampling import surest
 from refusion_jax.model.interface import LanguageModel
 from refusion_jax.model.key_values import KeyValues
 from refusion_jax.model.shape import ModelConfig
@@ -94,20 +95,20 @@ class BlockCache(masked.MaskedDecoder):
     def init(self, model: LanguageModel, layout: Layout, keys: Key[Array, "B"]) -> BlockCacheState:
         """The initial state; there is no prefill, as the first forward pass runs over the whole text."""
         entries = Cache.empty(model, len(keys), self.cache_length).entries
-        return BlockCacheState.start_text(layout, keys, self.block_length, self.ids.mask_id, entries=entries)
+        return BlockCacheState.start_text(layout, keys, self.block_length, entries=entries)
 
     def chosen(self, s: BlockCacheState, w: masked.Window, proposal: masked.Proposal) -> Bool[Array, "B K"]:
         """The masks that reach the threshold, at least the most probable one."""
         p = proposal.probability
-        return w.masked & ((p >= s.settings.threshold[:, None]) | (masked.ranks(p, w) == 0))
+        return surest(p, w.masked, p >= s.settings.threshold[:, None])
 
     def step(self, model: LanguageModel, s: BlockCacheState) -> BlockCacheState:
         """One forward pass: over the whole text for rows that begin a block, or over blocks for the others."""
         if self.reuse == "none":
             return super().step(model, s)
-        w, left = self.window(s), s.places.count - s.block_start(self.ids.mask_id)
+        w, left = self.window(s), s.places.count - s.block_start
         # A row begins a block if nothing of the block is committed yet.
-        begins = jnp.sum(w.masked, axis=1) == jnp.minimum(masked.block_length(s), left)
+        begins = jnp.sum(w.masked, axis=1) == jnp.minimum(s.block_length, left)
         # Whole texts if half of the rows begin a block: with 16 rows that is 1.43 times as fast as letting none of them
         # wait, in blocks of 8 tokens, and 1.06 times in blocks of 32; if all rows begin together, 1.59 and 0.81 times
         # (configs/headline.py:tiny, on two CPU cores).
@@ -115,10 +116,10 @@ class BlockCache(masked.MaskedDecoder):
         takes_part = s.active & (begins == is_whole)
         whole, block = (lambda: self._whole(model, s, w, takes_part)), (lambda: self._block(model, s))
         x, entries = jax.lax.cond(is_whole, whole, block)
-        proposal = s.propose(model.logits(x), w.position, w.masked, self.ids)
+        proposal = s.propose(model.logits(x), w.position, w.masked)
         is_first = is_whole & self.shifted & (jnp.arange(self.block_length)[None] == 0)
         chosen = self.chosen(s, w, proposal) | is_first
-        after = masked.commit(s, w, proposal.token, chosen, self.ids, takes_part)
+        after = s.commit(w, proposal.token, chosen, takes_part)
         return after.replace(entries=entries)
 
     def _whole(
@@ -162,9 +163,9 @@ class BlockCache(masked.MaskedDecoder):
 
     def _fed(self, s: BlockCacheState) -> tuple[Int32[Array, "B"], Int32[Array, "B"]]:
         """(start, length) of what is fed on top of the cache: the block, or everything from its start on."""
-        first = s.block_start(self.ids.mask_id)
+        first = s.block_start
         left = jnp.maximum(s.places.count - first, 0)
-        return s.first + first, jnp.minimum(left, masked.block_length(s)) if self.reuse == "dual" else left
+        return s.first + first, jnp.minimum(left, s.block_length) if self.reuse == "dual" else left
 
 
 def reference(model: LanguageModel, request: Request) -> dict:
@@ -194,7 +195,6 @@ def reference(model: LanguageModel, request: Request) -> dict:
 
 SYSTEM = System(
     name="fast_dllm",
-    objective=None,
     decoders={"fast_dllm": BlockCache},
     references={"fast_dllm": reference},
     decodes=("llada", "dream", "r2ft"),

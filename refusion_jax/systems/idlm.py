@@ -52,7 +52,6 @@ from refusion_jax.decoding import settings as shared
 from refusion_jax.decoding.decoder import Continuation, Continuer
 from refusion_jax.decoding.reference import ReferenceDecoder
 from refusion_jax.decoding.requests import Layout, Request
-from refusion_jax.decoding.sampling import mask_logits
 from refusion_jax.decoding.trajectory import tell
 from refusion_jax.model.families import Release
 from refusion_jax.model.interface import LanguageModel
@@ -152,18 +151,17 @@ class DraftAndCheck(Continuer):
     def step(self, model: LanguageModel, s: DraftAndCheckState) -> DraftAndCheckState:
         """One forward pass, in which each row commits the accepted drafts and one more token, and makes new drafts."""
         N, offset = self.stride, jnp.arange(self.width)[None]
-        first = s.places.position[:, 0] + s.record.count  # [B], the place after the pending token
         is_draft = (offset > 0) & (offset <= s.drafted[:, None])
         fed = jnp.where(is_draft, jnp.pad(s.drafts, ((0, 0), (1, N - 1))), self.ids.mask_id).at[:, 0].set(s.pending)
-        places = first[:, None] + offset  # [B, W], predicted by the tokens before them
+        places = s.next_places(self.width)  # those after the pending token
         logits, cache = kv.extend(model, s.cache, fed, places - 1)
-        _, choosable = mask_logits(logits, s.places.may_end(places), self.ids)
+        choosable = s.choosable(logits, places)
         likely = sampling.distribution(choosable, s.settings)
 
         # p[i] verifies draft i; the p after the last draft gives one more token if all are accepted.
         verified = places[:, :N]
         accepted, tokens = sampling.verify(likely[:, :N], s.q, s.drafts, s.drafted, s.keys, verified, s.settings)
-        after, _ = s.commit(cache, tokens, verified, accepted + 1, self.ids.eos_id)
+        after, _ = s.commit(cache, tokens, verified, accepted + 1)
 
         # If nothing was rejected, the masks after the drafts are at the places of the next drafts.
         from_mask = s.drafted[:, None] + 1 + offset[:, : N - 1]  # [B, N - 1] of W

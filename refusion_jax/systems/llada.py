@@ -116,7 +116,7 @@ class Denoise(masked.OnSchedule):
     def fed(self, s: masked.MaskedText) -> Bool[Array, "B C"] | None:
         if self.merge == 1:
             return None
-        return fed_places(s, s.block_start(self.ids.mask_id) + masked.block_length(s), self.merge)
+        return fed_places(s, s.block_start + s.block_length, self.merge)
 
 
 def fed_places(s: masked.MaskedText, after: Int32[Array, "B"], merge: int) -> Bool[Array, "B C"]:

@@ -32,7 +32,7 @@ from refusion_jax.decoding import cache as kv
 from refusion_jax.decoding.decoder import FilledText
 from refusion_jax.decoding.reference import ReferenceDecoder
 from refusion_jax.decoding.requests import Layout, Request
-from refusion_jax.decoding.sampling import put
+from refusion_jax.decoding.sampling import put, surest
 from refusion_jax.model.families import Release
 from refusion_jax.model.interface import LanguageModel
 from refusion_jax.systems import block_diffusion, sdar
@@ -89,19 +89,18 @@ class EditedBlocks(sdar.BlockByBlock):
         """One forward pass over each row's block: writes and edits tokens, or commits it if none changes."""
         at, fed, logits, cache = self.look(model, s)
         own, is_own = s.settings, (at >= s.places.position[:, :1]) & (at < s.length[:, None])
-        proposal = s.propose(logits, at, is_own, self.ids)
+        proposal = s.propose(logits, at, is_own)
         chosen, confidence = proposal.token, proposal.probability
 
         is_mask = is_own & (fed == self.ids.mask_id)
         has_masks = jnp.any(is_mask, axis=1)
-        is_best = jnp.arange(self.width)[None] == jnp.argmax(jnp.where(is_mask, confidence, -1.0), axis=1)[:, None]
-        reveals = is_mask & ((confidence > own.threshold[:, None]) | is_best)
+        reveals = surest(confidence, is_mask, confidence > own.threshold[:, None])
         edits = is_own & ~is_mask & (chosen != fed) & (confidence > own.editing_threshold[:, None])
         changes = reveals | edits & (has_masks | (s.post_steps < own.max_post_steps))[:, None]
 
         is_final = ~jnp.any(changes, axis=1)
         cache = kv.commit(cache, jnp.where(s.active & is_final, self.width, 0))
-        after = s.fill(cache, is_own & is_final[:, None], fed, at, self.ids)
+        after = s.fill(cache, is_own & is_final[:, None], fed, at)
         return s.renewed(
             after,
             text=put(s.text, jnp.where(changes, at, s.text.shape[1]), chosen),
@@ -137,7 +136,6 @@ def edit_reference(model: LanguageModel, request: Request) -> dict:
 
 SYSTEM = System(
     name="llada2",
-    objective=None,
     decoders={"llada2": BlockByBlock, "llada2_edit": EditedBlocks},
     references={"llada2": functools.partial(block_diffusion.reference, shift=0), "llada2_edit": edit_reference},
     releases=(

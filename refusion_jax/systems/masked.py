@@ -27,11 +27,17 @@ from refusion_jax.decoding.decoder import Decoder, Proposal, RowState
 from refusion_jax.decoding.reference import ReferenceDecoder
 from refusion_jax.decoding.requests import Layout, Places, Request, most_new_tokens, text_capacity
 from refusion_jax.decoding.sampling import put
-from refusion_jax.decoding.settings import TokenIds
 from refusion_jax.model.interface import LanguageModel
 from refusion_jax.model.shape import ModelConfig
 
 _WIDTHS = 4  # number of compiled widths, at most
+
+
+class Window(NamedTuple):
+    """Consecutive places to decode, in text order, padded."""
+
+    position: Int32[Array, "B K"]  # in the text
+    masked: Bool[Array, "B K"]  # in the window and not yet committed
 
 
 @struct.dataclass
@@ -53,17 +59,43 @@ class MaskedText(RowState):
         found = (tokens == token) & (index < self.places.count[:, None])
         return jnp.min(jnp.where(found, index, index.shape[1]), axis=1)
 
-    def block_start(self, mask_id: int) -> Int32[Array, "B"]:
+    @property
+    def block_length(self) -> Int32[Array, "B"]:
+        """Block length of each row; all that it decodes if the setting is 0 or missing."""
+        own = getattr(self.settings, "block_length", 0)
+        return jnp.where(own > 0, own, self.places.count)
+
+    @property
+    def block_start(self) -> Int32[Array, "B"]:
         """Index, among the places to decode, of the start of the current block, that of the first mask."""
-        first = self.first_of(mask_id)
-        return first - first % jnp.maximum(block_length(self), 1)
+        first = self.first_of(self.ids.mask_id)
+        return first - first % jnp.maximum(self.block_length, 1)
 
+    def window(self, size: int, first: Int32[Array, "B"], length: Int32[Array, "B"]) -> Window:
+        """The window of places first .. first + length - 1, padded to K = size."""
+        places, offset = self.places, jnp.arange(size)[None]
+        at = first[:, None] + offset
+        is_in = (offset < length[:, None]) & (at < places.count[:, None])
+        at = jnp.minimum(at, places.position.shape[1] - 1)
+        position = jnp.take_along_axis(places.position, at, axis=1)
+        return Window(position, is_in & (jnp.take_along_axis(self.text, position, axis=1) == self.ids.mask_id))
 
-class Window(NamedTuple):
-    """Consecutive places to decode, in text order, padded."""
+    def commit(
+        self, w: Window, tokens: Int32[Array, "B K"], chosen: Bool[Array, "B K"], took_part: Bool[Array, "B"]
+    ) -> "MaskedText":
+        """The state after some masks of a window are committed; rows whose answers are complete become inactive.
 
-    position: Int32[Array, "B K"]  # in the text
-    masked: Bool[Array, "B K"]  # in the window and not yet committed
+        `chosen` places that are not masked are ignored; `took_part`: the active rows that the forward pass was for.
+        """
+        chosen = chosen & w.masked & took_part[:, None]
+        after = self.replace(
+            text=put(self.text, jnp.where(chosen, w.position, self.text.shape[1]), tokens),
+            record=self.record.append_where(chosen, tokens, w.position),
+            forwards=self.forwards + took_part,
+        )
+        # An answer without masks, or without masks before its first EOS, is final.
+        left, N = after.first_of(self.ids.mask_id), self.places.position.shape[1]
+        return after.replace(active=self.active & (left < N) & (left < after.first_of(self.ids.eos_id)))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -85,7 +117,7 @@ class MaskedDecoder(Decoder):
         return cls.sized(requests, model, **sizes)
 
     def init(self, _: LanguageModel, layout: Layout, keys: Key[Array, "B"]) -> MaskedText:
-        return MaskedText.start_text(layout, keys, self.block_length, self.ids.mask_id)
+        return MaskedText.start_text(layout, keys, self.block_length)
 
     def scored(self, model: LanguageModel, rows: int) -> int:
         return super().scored(model, rows) * self.block_length // self.width
@@ -94,9 +126,8 @@ class MaskedDecoder(Decoder):
         """One forward pass over the whole text, which commits masks of each row's block."""
         w = self.window(s)
         logits = denoise(model, s, w.position, self.shifted, self.fed(s))
-        proposal = s.propose(logits, w.position, w.masked, self.ids)
-        chosen = self.chosen(s, w, proposal)
-        return commit(s, w, proposal.token, chosen, self.ids, s.active)
+        proposal = s.propose(logits, w.position, w.masked)
+        return s.commit(w, proposal.token, self.chosen(s, w, proposal), s.active)
 
     @abc.abstractmethod
     def chosen(self, s: MaskedText, w: Window, proposal: Proposal) -> Bool[Array, "B K"]:
@@ -107,7 +138,7 @@ class MaskedDecoder(Decoder):
 
     def window(self, s: MaskedText) -> Window:
         """The places of each row's block."""
-        return window(s, self.ids, self.block_length, s.block_start(self.ids.mask_id), block_length(s))
+        return s.window(self.block_length, s.block_start, s.block_length)
 
 
 @struct.dataclass
@@ -153,49 +184,10 @@ def evenly(masks: int, steps: int) -> list[int]:
     return [masks // steps + (step < masks % steps) for step in range(steps)]
 
 
-def block_length(s: MaskedText) -> Int32[Array, "B"]:
-    """Block length of each row; all that it decodes if the setting is 0 or missing."""
-    own = getattr(s.settings, "block_length", 0)
-    return jnp.where(own > 0, own, s.places.count)
-
-
-def window(s: MaskedText, ids: TokenIds, size: int, first: Int32[Array, "B"], length: Int32[Array, "B"]) -> Window:
-    """The window of places first .. first + length - 1, padded to K = size."""
-    places, offset = s.places, jnp.arange(size)[None]
-    at = first[:, None] + offset
-    is_in = (offset < length[:, None]) & (at < places.count[:, None])
-    at = jnp.minimum(at, places.position.shape[1] - 1)
-    position = jnp.take_along_axis(places.position, at, axis=1)
-    return Window(position, is_in & (jnp.take_along_axis(s.text, position, axis=1) == ids.mask_id))
-
-
 def ranks(confidence: Float32[Array, "B K"], w: Window) -> Int32[Array, "B K"]:
     """The rank of each mask of a window, 0 for the most confident; ties in text order."""
     order = jnp.argsort(-jnp.where(w.masked, confidence, -jnp.inf), axis=1, stable=True)
     return jnp.argsort(order, axis=1, stable=True)
-
-
-def commit(
-    s: MaskedText,
-    w: Window,
-    tokens: Int32[Array, "B K"],
-    chosen: Bool[Array, "B K"],
-    ids: TokenIds,
-    took_part: Bool[Array, "B"],
-) -> MaskedText:
-    """The state after some masks of a window are committed; rows whose answers are complete become inactive.
-
-    `chosen` places that are not masked are ignored; `took_part`: the active rows that the forward pass was for.
-    """
-    chosen = chosen & w.masked & took_part[:, None]
-    after = s.replace(
-        text=put(s.text, jnp.where(chosen, w.position, s.text.shape[1]), tokens),
-        record=s.record.append_where(chosen, tokens, w.position),
-        forwards=s.forwards + took_part,
-    )
-    # An answer without masks, or without masks before its first EOS, is final.
-    left, N = after.first_of(ids.mask_id), s.places.position.shape[1]
-    return after.replace(active=s.active & (left < N) & (left < after.first_of(ids.eos_id)))
 
 
 def check_first(requests: Sequence[Request]) -> None:

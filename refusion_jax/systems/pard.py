@@ -34,6 +34,7 @@ from refusion_jax.decoding.auxiliary import in_vocabulary
 from refusion_jax.decoding.decoder import Continuation
 from refusion_jax.decoding.reference import ReferenceDecoder
 from refusion_jax.decoding.requests import Layout, Request
+from refusion_jax.decoding.sampling import entry
 from refusion_jax.model.interface import LanguageModel
 from refusion_jax.systems import ar
 from refusion_jax.systems.interface import System
@@ -83,7 +84,7 @@ class DraftAndVerify(ar.Speculative):
     def step(self, model: LanguageModel, s: DraftAndVerifyState) -> DraftAndVerifyState:
         """One forward pass of each model, after which each row commits the accepted drafts and one more token."""
         N, M = self.width, self.width - 1
-        first, offset = self.next_places(s)[:, :1], jnp.arange(N + M - 1)[None]
+        first, offset = s.next_places(1), jnp.arange(N + M - 1)[None]
         recent = jnp.pad(s.recent, ((0, 0), (0, M - 1)))
         fed = jnp.where(offset < s.count[:, None], recent, model.drafter.config.mask_token_id)  # [B, N + M - 1]
         logits, drafter = kv.extend(model.drafter, s.drafter, fed, first - s.count[:, None] + offset)
@@ -91,7 +92,7 @@ class DraftAndVerify(ar.Speculative):
         drafting = jnp.take_along_axis(logits, from_token[:, :, None], axis=1)
         drafts, q = self.draw_drafts(s, in_vocabulary(drafting, model.config.vocab_size))
 
-        last = jnp.take_along_axis(s.recent, s.count[:, None] - 1, axis=1)[:, 0]
+        last = entry(s.recent, s.count - 1)
         after, tokens, kept = self.verify(model, s, last, drafts, jnp.full_like(last, M), q)
         drafter = kv.commit(drafter, jnp.where(s.active, s.count, 0))
         return s.renewed(after.replace(drafter=drafter), recent=tokens, count=kept)
@@ -112,7 +113,6 @@ def reference(model: LanguageModel, request: Request) -> dict:
 
 SYSTEM = System(
     name="pard",
-    objective=None,
     decoders={"pard": DraftAndVerify},
     references={"pard": reference},
     scoring=ar.SCORING,

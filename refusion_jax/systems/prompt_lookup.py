@@ -32,7 +32,7 @@ from refusion_jax.decoding import settings as shared
 from refusion_jax.decoding.decoder import Continuation
 from refusion_jax.decoding.reference import ReferenceDecoder
 from refusion_jax.decoding.requests import Layout, Request
-from refusion_jax.decoding.sampling import put
+from refusion_jax.decoding.sampling import entry, put
 from refusion_jax.model.interface import LanguageModel
 from refusion_jax.systems import ar
 from refusion_jax.systems.interface import System
@@ -71,9 +71,9 @@ class LookUp(ar.Speculative):
 
     def step(self, model: LanguageModel, s: LookUpState) -> LookUpState:
         """One forward pass, in which each row commits the accepted drafts and one more token."""
-        N, places = self.width, self.next_places(s)
+        N, places = self.width, s.next_places(self.width)
         drafts, drafted = look_up(s.text, places[:, 0], N - 1, self.ngram)
-        last = jnp.take_along_axis(s.text, places[:, :1] - 1, axis=1)[:, 0]
+        last = entry(s.text, places[:, 0] - 1)
         q = jax.nn.one_hot(drafts, model.config.vocab_size)
         after, tokens, kept = self.verify(model, s, last, drafts, drafted, q)
         into = jnp.where(jnp.arange(N)[None] < kept[:, None], places, s.text.shape[1])
@@ -114,7 +114,6 @@ def reference(model: LanguageModel, request: Request) -> dict:
 
 SYSTEM = System(
     name="prompt_lookup",
-    objective=None,
     decoders={"prompt_lookup": LookUp},
     references={"prompt_lookup": reference},
     scoring=ar.SCORING,

@@ -50,7 +50,7 @@ from refusion_jax.decoding import settings as shared
 from refusion_jax.decoding.decoder import Continuer, FilledText
 from refusion_jax.decoding.reference import ReferenceDecoder
 from refusion_jax.decoding.requests import Layout, Request, most_new_tokens
-from refusion_jax.decoding.sampling import run_length
+from refusion_jax.decoding.sampling import run_length, surest
 from refusion_jax.model.families import Release
 from refusion_jax.model.interface import LanguageModel
 from refusion_jax.systems.interface import Objective, System
@@ -134,7 +134,7 @@ class SlidingWindow(Continuer):
 
     def init(self, model: LanguageModel, layout: Layout, keys: Key[Array, "B"]) -> FilledText:
         cache = kv.prefill(model, layout.given, self.chunk)
-        return FilledText.start_text(layout, keys, self.width, self.ids.mask_id, cache=cache)
+        return FilledText.start_text(layout, keys, self.width, cache=cache)
 
     def step(self, model: LanguageModel, s: FilledText) -> FilledText:
         """One forward pass, which commits filled places right after each row's committed tokens, and fills masks."""
@@ -148,14 +148,13 @@ class SlidingWindow(Continuer):
         tokens, at, is_mask = (jnp.take_along_axis(x, order, axis=1) for x in (tokens, at, is_in & ~is_filled))
 
         logits, cache = kv.extend(model, s.cache, tokens, at)
-        proposal = s.propose(logits, at, is_mask, self.ids)
+        proposal = s.propose(logits, at, is_mask)
         first = jnp.min(jnp.where(is_mask, at, jnp.iinfo(jnp.int32).max), axis=1, keepdims=True)
         penalty = s.settings.distance_penalty[:, None] * (at - first)
         entropy = jnp.sum(jax.scipy.special.entr(jax.nn.softmax(proposal.real)), axis=-1)  # [B, F], in nats
-        score = jnp.where(is_mask, entropy + penalty, jnp.inf)
-        is_best = offset == jnp.argmin(score, axis=1)[:, None]
-        fills = is_mask & ((score < s.settings.entropy_threshold[:, None]) | is_best)
-        return s.fill(kv.commit(cache, jnp.where(s.active, prefix, 0)), fills, proposal.token, at, self.ids)
+        score = entropy + penalty
+        fills = surest(-score, is_mask, score < s.settings.entropy_threshold[:, None])
+        return s.fill(kv.commit(cache, jnp.where(s.active, prefix, 0)), fills, proposal.token, at)
 
 
 def reference(model: LanguageModel, request: Request) -> dict:

@@ -42,7 +42,7 @@ from refusion_jax.decoding import cache as kv
 from refusion_jax.decoding import settings as shared
 from refusion_jax.decoding.decoder import LAST_TOKEN, Continuation, Continuer
 from refusion_jax.decoding.requests import Layout, Request, text_capacity
-from refusion_jax.decoding.sampling import mask_logits, run_length, sample, select
+from refusion_jax.decoding.sampling import entry, run_length, sample, select
 from refusion_jax.decoding.trajectory import tell
 from refusion_jax.distributed.chips import free_tokens
 from refusion_jax.distributed.sharding import device_kind_here, shard_count_here
@@ -174,7 +174,7 @@ class Drafting(Continuer):
         tokens, places = (jnp.take_along_axis(x, index, axis=1) for x in (given.tokens, given.positions))
         last = given.length - before - 1
 
-        own = {"pending": _at(tokens, last), "place": _at(places, last), "drafts": Drafts.none(B, N - 1)}
+        own = {"pending": entry(tokens, last), "place": entry(places, last), "drafts": Drafts.none(B, N - 1)}
         s = DraftingState.start(layout, keys, self.width, cache=cache, **own)
 
         prefixes = jnp.zeros((B, 1), jnp.int32)
@@ -205,7 +205,7 @@ class Drafting(Continuer):
         return self._advance(s.replace(cache=cache), drafts, logits, prefixes)
 
     def _next_place(self, s: DraftingState) -> Int32[Array, "B"]:
-        return _at(s.places.position, jnp.minimum(s.record.count, self.new_tokens - 1))
+        return entry(s.places.position, jnp.minimum(s.record.count, self.new_tokens - 1))
 
     def _advance(
         self, s: DraftingState, drafts: Drafts, logits: Float32[Array, "B _ V"], prefixes: Int32[Array, "B G"]
@@ -220,7 +220,7 @@ class Drafting(Continuer):
         ahead = jnp.concatenate([verified, _mask_offsets(prefixes, N)], axis=1)
         places, index = first[:, None] + ahead, jnp.minimum(s.record.count[:, None] + ahead, self.new_tokens - 1)
         positions = jnp.take_along_axis(s.places.position, index, axis=1)
-        _, choosable = mask_logits(logits, s.places.may_end(positions), self.ids)
+        choosable = s.choosable(logits, positions)
         is_led_up_to = (first == s.place + 1)[:, None]
         choosable = choosable.at[:, 0].set(jnp.where(is_led_up_to, choosable[:, 0], choosable[:, n]))
         drawn = sample(choosable, jnp.ones_like(places, bool), s.keys, places, s.settings)
@@ -229,10 +229,10 @@ class Drafting(Continuer):
         tokens, places = drawn[:, :n], places[:, :n]
         accepted = run_length((tokens[:, :-1] == drafts.tokens) & drafts.is_draft)
         tell(drafts.tokens, places[:, :-1], drafts.is_draft)
-        after, kept = s.commit(s.cache, tokens, places, jnp.minimum(accepted + 1, room), self.ids.eos_id)
+        after, kept = s.commit(s.cache, tokens, places, jnp.minimum(accepted + 1, room))
 
         last = jnp.maximum(kept - 1, 0)
-        pending, place, new = _at(tokens, last), _at(places, last), s.drafts.replace(count=jnp.zeros_like(kept))
+        pending, place, new = entry(tokens, last), entry(places, last), s.drafts.replace(count=jnp.zeros_like(kept))
         if N > 1:
             old = s.drafts.replace(count=drafts.count)
             at_masks = choosable[:, n:]
@@ -267,8 +267,3 @@ def _redraft(
 def _mask_offsets(prefixes: Int32[Array, "B G"], N: int) -> Int32[Array, "B _"]:
     """How far after the next place each of G N masks stands."""
     return (prefixes[:, :, None] + jnp.arange(N)[None, None]).reshape(len(prefixes), -1)
-
-
-def _at(x: Int32[Array, "B T"], index: Int32[Array, "B"]) -> Int32[Array, "B"]:
-    """The element of each row at its index."""
-    return jnp.take_along_axis(x, index[:, None], axis=1)[:, 0]

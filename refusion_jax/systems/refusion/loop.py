@@ -22,7 +22,7 @@ from jaxtyping import Array, Bool, Float32, Int32, Key
 from refusion_jax.decoding import cache as kv
 from refusion_jax.decoding.decoder import SLOT_MASK, Decoder, RowState
 from refusion_jax.decoding.requests import Layout, Request, text_capacity
-from refusion_jax.decoding.sampling import Record, run_length, select
+from refusion_jax.decoding.sampling import Record, run_length, select, surest
 from refusion_jax.decoding.settings import TracedSettings
 from refusion_jax.decoding.trajectory import tell
 from refusion_jax.model.interface import LanguageModel
@@ -119,7 +119,7 @@ class SlotDecoder(Decoder):
         return per_block * (2 if request.settings.budget and len(slots_of(request)) > per_block else 1)
 
     def lay_out(self, requests: Sequence[Request]) -> Layout:
-        return Layout.of(requests, self.cache_length, Canvas.of(requests, self.slots))
+        return Layout.of(requests, self.cache_length, Canvas.of(requests, self.slots), self.ids)
 
     def init(self, model: LanguageModel, layout: Layout, keys: Key[Array, "B"]) -> SlotState:
         zeros = jnp.zeros(keys.shape, jnp.int32)
@@ -131,6 +131,7 @@ class SlotDecoder(Decoder):
             record=Record.empty(len(zeros), self.slots * self.slot_size + self.block),
             places=layout.places,
             settings=layout.settings,
+            ids=layout.ids,
             keys=keys,
             active=zeros == 0,
             forwards=zeros,
@@ -275,11 +276,8 @@ class SlotDecoder(Decoder):
 def choose_slots(
     candidates: Bool[Array, "B M"], block: Block, confidence: Float32[Array, "B M"], settings: TracedSettings
 ) -> Bool[Array, "B M"]:
-    """The slots a plan chooses: all confident candidates, or else the best one; in a fixed order, as many by rank."""
-    confident = candidates & (confidence > settings.slot_threshold[:, None])
-    best = jnp.argmax(jnp.where(candidates, confidence, -1.0), axis=1)
-    single = jnp.arange(candidates.shape[1])[None] == best[:, None]
-    chosen = jnp.where(jnp.any(confident, axis=1, keepdims=True), confident, single)
+    """The slots a plan chooses: all confident candidates, at least the best one; in a fixed order, as many by rank."""
+    chosen = surest(confidence, candidates, confidence > settings.slot_threshold[:, None])
     is_before = candidates[:, None] & (block.rank[:, None] < block.rank[:, :, None])  # [B, M, M]
     is_next = candidates & (jnp.sum(is_before, axis=2) < jnp.sum(chosen, axis=1, keepdims=True))
     return jnp.where(block.rank == BY_CONFIDENCE, chosen, is_next)

@@ -18,7 +18,7 @@ from jaxtyping import Array, ArrayLike, Bool, Int32, Key
 from refusion_jax.decoding import cache as kv
 from refusion_jax.decoding.decoder import SLOT_MASK, Continuation, Continuer
 from refusion_jax.decoding.requests import Layout, Places, Request
-from refusion_jax.decoding.sampling import mask_logits, sample
+from refusion_jax.decoding.sampling import entry
 from refusion_jax.model.interface import LanguageModel
 from refusion_jax.systems.refusion.canvas import slots_of
 from refusion_jax.systems.refusion.settings import SequentialSettings
@@ -59,17 +59,16 @@ class Sequential(Continuer):
 
     def init(self, model: LanguageModel, layout: Layout, keys: Key[Array, "B"]) -> SequentialState:
         cache, last = kv.prefill_but_last(model, layout.given, self.chunk)
-        at = jnp.take_along_axis(layout.given.positions, cache.length[:, None], axis=1)[:, 0]
+        at = entry(layout.given.positions, cache.length)
         return SequentialState.start(layout, keys, self.width, cache=cache, last=last, last_place=at)
 
     def step(self, model: LanguageModel, s: SequentialState) -> SequentialState:
-        at = jnp.minimum(s.record.count, self.new_tokens - 1)[:, None]
-        place, from_mask = (jnp.take_along_axis(x, at, axis=1) for x in (s.places.position, s.places.begins))
+        next_one = jnp.minimum(s.record.count, self.new_tokens - 1)
+        place, from_mask = entry(s.places.position, next_one), entry(s.places.begins, next_one)
         tokens = jnp.stack([s.last, jnp.full_like(s.last, self.ids.mask_id)], axis=1)
-        logits, cache = kv.extend(model, s.cache, tokens, jnp.stack([s.last_place, place[:, 0]], axis=1))
+        logits, cache = kv.extend(model, s.cache, tokens, jnp.stack([s.last_place, place], axis=1))
 
-        chosen = jnp.where(from_mask, logits[:, 1], logits[:, 0])[:, None]  # [B, 1, V]
-        _, choosable = mask_logits(chosen, s.places.may_end(place), self.ids)
-        token = sample(choosable, jnp.ones_like(place, bool), s.keys, place, s.settings)
-        after, _ = s.commit(cache, token, place, jnp.ones_like(s.last), self.ids.eos_id)
-        return s.renewed(after, last=token[:, 0], last_place=place[:, 0])
+        chosen = jnp.where(from_mask[:, None], logits[:, 1], logits[:, 0])[:, None]  # [B, 1, V]
+        token = s.sampled(chosen, place[:, None])
+        after, _ = s.commit(cache, token, place[:, None], jnp.ones_like(s.last))
+        return s.renewed(after, last=token[:, 0], last_place=place)
