@@ -179,41 +179,40 @@ def test_the_choice_of_a_cut_keeps_both_limits_and_gives_up_least():
     device, server = choice.Machine(1e-3, 1e-4), choice.Machine(2e-4, 1e-6)
     none = fitted = 0
     for _ in range(40):
-        network = choice.Network(float(draw.uniform(0, 0.2)), float(10 ** draw.uniform(3, 7)))
+        link = float(draw.uniform(0, 0.2)), float(10 ** draw.uniform(3, 7))
         memory, latency = 10 ** draw.uniform(3, 6, 2), 10 ** draw.uniform(-1, 1)
         given_up = []
         for each in sorted(memory):
-            wanted = choice.Wanted(each, latency, 16, 32)
-            found = choice.Setup(config, device, server, network, wanted).candidates(decoder)
-            if not any(x.memory <= each and x.answer <= latency for x in found):
+            setup = choice.Setup(config, device, server, *link, each, latency, prompt=16, new_tokens=32)
+            if not any(x.memory <= each and x.answer <= latency for x in setup.candidates(decoder)):
                 with pytest.raises(UserError, match="nothing keeps both limits"):
-                    choice.choose(found, wanted)
+                    setup.choose(decoder)
                 none += 1
                 continue
-            fitting, chosen, _ = choice.choose(found, wanted)
+            fitting, chosen, _ = setup.choose(decoder)
             fitted += 1
             assert chosen.memory <= each
             assert chosen.answer <= latency
-            given_up.append(sum(chosen.given_up))
-            assert all(sum(x.given_up) >= given_up[-1] for x in fitting)
-            assert all(x.answer >= chosen.answer for x in fitting if x.given_up == chosen.given_up)
+            given_up.append(chosen.rank[0])
+            assert all(x.rank[0] >= given_up[-1] for x in fitting)
+            assert all(x.answer >= chosen.answer for x in fitting if x.rank[1] == chosen.rank[1])
             assert chosen.cache_length >= 48
         assert given_up == sorted(given_up, reverse=True)  # with more memory no more is given up
     assert min(none, fitted) > 5
-    for network, fed in ((choice.Network(0.0, 1e4), 8), (choice.Network(0.2, 1e9), 16)):  # each token takes its bytes
-        found = choice.Setup(config, device, server, network, wanted).candidates(decoder)
-        assert min(found, key=choice.rank).fed == fed
+    for rtt, bandwidth, fed in ((0.0, 1e4, 8), (0.2, 1e9, 16)):  # each token takes its bytes
+        setup = dataclasses.replace(setup, rtt=rtt, bandwidth=bandwidth)
+        assert min(setup.candidates(decoder), key=lambda each: each.rank).fed == fed
     of_layer = weights_in_layers(config, config.num_experts_per_tok) // config.num_hidden_layers
     config = dataclasses.replace(config, vocab_size=of_layer // config.hidden_size)  # the head is as large as a layer
-    for each in choice.Setup(config, device, server, network, wanted).candidates(decoder):
+    for each in dataclasses.replace(setup, config=config).candidates(decoder):
         expected = device.seconds(each.layers, each.fed) + device.each * each.fed
         assert each.parts["the device"] == pytest.approx(expected, rel=0.01)
 
 
 def test_the_memory_of_the_first_layers_is_theirs_where_only_later_ones_have_experts():
     c = tiny_config(**LLADA2, hidden_size=64)
-    wanted, machine = choice.Wanted(1e9, 1.0, 0, 0), choice.Machine(1.0, 1.0)
-    setup = choice.Setup(c, machine, machine, choice.Network(0.0, 1.0), wanted)
+    machine = choice.Machine(1.0, 1.0)
+    setup = choice.Setup(c, machine, machine, 0.0, 1.0, memory=1e9, latency=1.0, prompt=0, new_tokens=0)
     found = [each for each in setup.candidates(find_decoder("refusion")) if each.weights == "same"]
     for layers, memory in {(each.layers, each.memory) for each in found}:
         held = sum(x.size for x in jax.tree.leaves(nnx.state(abstract_part(c, 0, layers, "float32"))))

@@ -18,7 +18,6 @@ bytes of its prompt.
 import dataclasses
 import itertools
 import time
-from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -60,25 +59,6 @@ class Machine:
 
 
 @dataclasses.dataclass(frozen=True)
-class Network:
-    """The link between device and server."""
-
-    rtt: float  # seconds
-    bandwidth: float  # bytes per second
-
-
-@dataclasses.dataclass(frozen=True)
-class Wanted:
-    """The desired answers, and the limits."""
-
-    memory: float  # bytes for weights and cache on the device
-    latency: float  # seconds of an answer
-    prompt: int  # tokens
-    new_tokens: int
-    itemsize: int = 4  # bytes of the dtype of computation
-
-
-@dataclasses.dataclass(frozen=True)
 class Candidate:
     """One place to cut a model, with its precisions, and how it decodes then."""
 
@@ -93,54 +73,82 @@ class Candidate:
     answer: float  # seconds
 
     @property
-    def given_up(self) -> tuple[int, int, int]:
-        """The loss of precision, in order of importance."""
-        return [*CODECS].index(self.codec), PRECISIONS.index(self.cache), PRECISIONS.index(self.weights)
+    def rank(self) -> tuple:
+        """Lower is better: less loss of precision, by the number of steps, then by importance; then a faster answer."""
+        lost = [*CODECS].index(self.codec), PRECISIONS.index(self.cache), PRECISIONS.index(self.weights)
+        return sum(lost), lost, self.answer
 
 
 @dataclasses.dataclass(frozen=True)
 class Setup:
-    """A model, the machines that share it, the link between them, and the requirements."""
+    """A model, the machines that share it, the link between them, the desired answers, and the limits."""
 
     config: ModelConfig
     device: Machine
     server: Machine
-    network: Network
-    wanted: Wanted
+    rtt: float  # seconds
+    bandwidth: float  # bytes per second
+    memory: float  # bytes for weights and cache on the device, at most
+    latency: float  # seconds of an answer, at most
+    prompt: int  # tokens
+    new_tokens: int
+    itemsize: int = 4  # bytes of the dtype of computation
+
+    def choose(self, decoder: type[Decoder]) -> tuple[list[Candidate], Candidate, str]:
+        """(the candidates within both limits; the best of them; which limits bind, and the costliest part of a pass).
+
+        Raises UserError if there is none, with the least memory and the shortest answer of all candidates.
+        """
+        found = self.candidates(decoder)
+        fitting = [each for each in found if each.memory <= self.memory and each.answer <= self.latency]
+        if not fitting:
+            memory, answer = min(each.memory for each in found), min(each.answer for each in found)
+            raise UserError(
+                f"nothing keeps both limits: the least memory is {memory / 2**30:.3g} of --device_memory="
+                f"{self.memory / 2**30:g} GiB, the shortest answer {answer:.3g} of --latency={self.latency:g} s"
+            )
+        best = min(fitting, key=lambda each: each.rank)
+        better = [each for each in found if each.rank < best.rank]
+        has_limit = {
+            "device memory": any(each.memory > self.memory for each in better),
+            "latency": any(each.answer > self.latency for each in better),
+        }
+        limits = " and ".join(name for name, binds in has_limit.items() if binds)
+        slowest = max(best.parts, key=best.parts.get)
+        return fitting, best, f"{limits or 'no limit'}; most of a forward pass is {slowest}"
 
     def candidates(self, decoder: type[Decoder]) -> list[Candidate]:
         """All places to cut the model, at all precisions."""
-        wanted, found, dtypes = self.wanted, [], (f"float{8 * self.wanted.itemsize}", *BITS)
+        found, dtypes = [], (f"float{8 * self.itemsize}", *BITS)
         one_layer = dataclasses.replace(self.config, num_hidden_layers=1)
         of_layer = {cache: bytes_per_token(one_layer, dtype) for cache, dtype in zip(PRECISIONS, dtypes, strict=True)}
         for layers in range(1, self.config.num_hidden_layers):
             for weights, cache, codec, fed in itertools.product(PRECISIONS, PRECISIONS, CODECS, decoder.typical):
                 weight_bytes, token_bytes = self._weight_bytes(layers, weights), layers * of_layer[cache]
                 parts, answer = self.seconds(layers, codec, decoder.typical[fed], fed)
-                room = int(max(wanted.memory - weight_bytes, 0) // token_bytes)
-                memory = weight_bytes + (wanted.prompt + wanted.new_tokens) * token_bytes
+                room = int(max(self.memory - weight_bytes, 0) // token_bytes)
+                memory = weight_bytes + (self.prompt + self.new_tokens) * token_bytes
                 found.append(Candidate(layers, weights, cache, codec, fed, room, memory, parts, answer))
         return found
 
     def seconds(self, layers: int, codec: str, tokens: float, fed: float) -> tuple[dict[str, float], float]:
         """(seconds per forward, by part; seconds of an answer), with `tokens` committed and `fed` fed per forward."""
-        c, network = self.config, self.network
-        each = CODECS[codec].bytes_per_token(c.hidden_size, self.wanted.itemsize)
-        rest = c.num_hidden_layers - layers
+        c, rest = self.config, self.config.num_hidden_layers - layers
+        each = CODECS[codec].bytes_per_token(c.hidden_size, self.itemsize)
         head = self.device.each * c.vocab_size * c.hidden_size / _used_by_token(c)
         parts = {
             "the device": self.device.seconds(layers, fed) + fed * head,
             "the server": self.server.seconds(rest, fed),
-            "the round trip": network.rtt,
-            "the bandwidth": (2 * (_FRAME + fed * each) + fed * _PLACE) / network.bandwidth,
+            "the round trip": self.rtt,
+            "the bandwidth": (2 * (_FRAME + fed * each) + fed * _PLACE) / self.bandwidth,
         }
-        for_token = (each + _PLACE) / network.bandwidth + self.device.each * layers + self.server.each * rest
-        return parts, sum(parts.values()) * self.wanted.new_tokens / tokens + self.wanted.prompt * for_token
+        for_token = (each + _PLACE) / self.bandwidth + self.device.each * layers + self.server.each * rest
+        return parts, sum(parts.values()) * self.new_tokens / tokens + self.prompt * for_token
 
     def _weight_bytes(self, layers: int, weights: str) -> float:
         """Bytes of the embedding, the output head and the first layers, on the device."""
         c = self.config
-        each = BITS[weights] / 8 if weights in BITS else self.wanted.itemsize
+        each = BITS[weights] / 8 if weights in BITS else self.itemsize
         outside = c.vocab_size * c.hidden_size * (1 if c.tie_word_embeddings else 2)
         first = dataclasses.replace(
             c, num_hidden_layers=layers, first_k_dense_replace=min(layers, c.first_k_dense_replace)
@@ -151,34 +159,6 @@ class Setup:
 def _used_by_token(config: ModelConfig) -> float:
     """The number of weights of one layer by which a token is multiplied."""
     return weights_in_layers(config, config.num_experts_per_tok) / config.num_hidden_layers
-
-
-def choose(found: Sequence[Candidate], wanted: Wanted) -> tuple[list[Candidate], Candidate, str]:
-    """(the candidates within both limits; the best of them; which limits bind, and the costliest part of a pass).
-
-    Raises UserError if there is none, with the least memory and the shortest answer of all candidates.
-    """
-    fitting = [each for each in found if each.memory <= wanted.memory and each.answer <= wanted.latency]
-    if not fitting:
-        memory, answer = min(each.memory for each in found), min(each.answer for each in found)
-        raise UserError(
-            f"nothing keeps both limits: the least memory is {memory / 2**30:.3g} of --device_memory="
-            f"{wanted.memory / 2**30:g} GiB, the shortest answer {answer:.3g} of --latency={wanted.latency:g} s"
-        )
-    best = min(fitting, key=rank)
-    better = [each for each in found if rank(each) < rank(best)]
-    has_limit = {
-        "device memory": any(each.memory > wanted.memory for each in better),
-        "latency": any(each.answer > wanted.latency for each in better),
-    }
-    limits = " and ".join(name for name, binds in has_limit.items() if binds)
-    slowest = max(best.parts, key=best.parts.get)
-    return fitting, best, f"{limits or 'no limit'}; most of a forward pass is {slowest}"
-
-
-def rank(each: Candidate) -> tuple:
-    """Lower is better: less loss of precision, then a faster answer."""
-    return sum(each.given_up), each.given_up, each.answer
 
 
 def measure(config: ModelConfig, dtype: str, weights: str = "same", cache: str = "same") -> Machine:
@@ -210,12 +190,3 @@ def measure(config: ModelConfig, dtype: str, weights: str = "same", cache: str =
     few, many = _MEASURED
     each = max(took[1] - took[0], 0.0) / (many - few)
     return Machine(max(took[0] - few * each, 0.0), each)
-
-
-def measure_network(probe) -> Network:
-    """Measures by `probe`, (bytes up, bytes down) -> seconds: the round trip of a few bytes, and the rate of many."""
-    rtt = min(probe(1, 1) for _ in range(5))
-    size = 1 << 12
-    while (took := probe(size, size)) < max(4 * rtt, 0.2) and size < 1 << 24:
-        size *= 2
-    return Network(rtt, float(np.clip(2 * size / max(took - rtt, 1e-6), 1.0, 1e12)))

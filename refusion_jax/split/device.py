@@ -116,14 +116,22 @@ def choose_flags(
     Returns the decode settings that are chosen with them, except those given by flags. Raises UserError if nothing is
     within the limits.
     """
-    itemsize = jnp.dtype(own.dtype).itemsize
     link = Link(frames.address_of(own.server), Path(own.key), stamp, 0, "exact", own.patience)
-    server, network = choice.Machine(link.server.fixed, link.server.each), choice.measure_network(link.probe)
+    server, (rtt, bandwidth) = choice.Machine(link.server.fixed, link.server.each), link.measure()
     link.close()
-    prompt = max(len(request.given[0]) for request in requests)
-    wanted = choice.Wanted(own.device_memory * 2**30, own.latency, prompt, decoder.new_tokens, itemsize)
-    setup = choice.Setup(config, choice.measure(config, own.dtype), server, network, wanted)
-    _, chosen, binds = choice.choose(setup.candidates(type(decoder)), wanted)
+    setup = choice.Setup(
+        config=config,
+        device=choice.measure(config, own.dtype),
+        server=server,
+        rtt=rtt,
+        bandwidth=bandwidth,
+        memory=own.device_memory * 2**30,
+        latency=own.latency,
+        prompt=max(len(request.given[0]) for request in requests),
+        new_tokens=decoder.new_tokens,
+        itemsize=jnp.dtype(own.dtype).itemsize,
+    )
+    _, chosen, binds = setup.choose(type(decoder))
     for name in _CHOSEN:
         own[name].value = getattr(chosen, name)
     slot_size = getattr(requests[0].settings, "slot_size", 8)
@@ -132,7 +140,7 @@ def choose_flags(
     said = [f"--{name}={own[name].value}" for name in _CHOSEN]
     said += [f"--decode.{name}={value}" for name, value in settings.items()]
     print(
-        f"round trip {1e3 * network.rtt:.3g} ms, {network.bandwidth * 8e-6:.3g} Mbit/s; a layer takes "
+        f"round trip {1e3 * rtt:.3g} ms, {bandwidth * 8e-6:.3g} Mbit/s; a layer takes "
         f"{1e3 * setup.device.seconds(1, 1):.3g} ms here and {1e3 * server.seconds(1, 1):.3g} ms there: "
         f"{' '.join(said)}; what binds: {binds}",
         file=sys.stderr,

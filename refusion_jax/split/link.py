@@ -96,12 +96,20 @@ class Link:
         out = self._attempt(self._fetch, shape, packing)
         return np.zeros(shape.shape, shape.dtype) if out is None else out
 
-    def probe(self, up: int, down: int) -> float:
-        """Seconds until the server has received `up` bytes, and its answer of `down` bytes has arrived."""
-        began = time.perf_counter()
-        frames.send(self._connection, frames.Probe(down, bytes(up)))
-        frames.receive(self._connection)
-        return time.perf_counter() - began
+    def measure(self) -> tuple[float, float]:
+        """(seconds of the round trip of a few bytes, bytes per second of many)."""
+
+        def probe(size: int) -> float:
+            """Seconds until the server has received so many bytes, and an answer of as many has arrived."""
+            began = time.perf_counter()
+            frames.send(self._connection, frames.Probe(size, bytes(size)))
+            frames.receive(self._connection)
+            return time.perf_counter() - began
+
+        rtt, size = min(probe(1) for _ in range(5)), 1 << 12
+        while (took := probe(size)) < max(4 * rtt, 0.2) and size < 1 << 24:
+            size *= 2
+        return rtt, float(np.clip(2 * size / max(took - rtt, 1e-6), 1.0, 1e12))
 
     def _attempt(self, function: Callable, *arguments: Any) -> Any:
         """Calls a function, unless something went wrong before: an exception is kept for `check`."""

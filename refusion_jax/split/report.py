@@ -11,7 +11,7 @@ from rich.table import Table
 
 from refusion_jax.cli.errors import UserError
 from refusion_jax.model.shape import ModelConfig
-from refusion_jax.split.choice import Candidate, Machine, Network, Setup, Wanted, choose, rank
+from refusion_jax.split.choice import Candidate, Machine, Setup
 from refusion_jax.systems.registry import decoders
 
 flags.disclaim_key_flags()  # they belong to the calling command, and are in its --help
@@ -51,16 +51,16 @@ def choose_split(
     on_link = {name: d for name, d in decoders().items() if d.copies_prefix and not d.settings.auxiliary_models}
     if method not in on_link:
         raise UserError(f"--decode.method={method}: does not run over two machines; {', '.join(on_link)} do")
-    wanted = Wanted(own.device_memory * _GIB, own.latency, int(own.prompt_tokens), int(own.max_new_tokens), itemsize)
     device, server = (Machine.of_flops(config, flops * 1e9) for flops in (own.device_flops, own.server))
-    setup = Setup(config, device, server, Network(own.rtt / 1e3, own.bandwidth * 1e6 / 8), wanted)
-    fitting, chosen, binds = choose(setup.candidates(on_link[method]), wanted)
+    link, limits = (own.rtt / 1e3, own.bandwidth * 1e6 / 8), (own.device_memory * _GIB, own.latency)
+    setup = Setup(config, device, server, *link, *limits, int(own.prompt_tokens), int(own.max_new_tokens), itemsize)
+    fitting, chosen, binds = setup.choose(on_link[method])
     speeds = {}
     for name, each in on_link.items():
         answers = (setup.seconds(chosen.layers, chosen.codec, tokens, fed)[1] for fed, tokens in each.typical.items())
-        speeds[name] = wanted.new_tokens / min(answers)
+        speeds[name] = setup.new_tokens / min(answers)
     record = _record(chosen) | {"binds": binds, "tokens_per_second": speeds}
-    return fitting, record | {"decode": on_link[method].settings_for(chosen.fed, wanted.new_tokens)}
+    return fitting, record | {"decode": on_link[method].settings_for(chosen.fed, setup.new_tokens)}
 
 
 def _record(each: Candidate) -> dict[str, Any]:
@@ -80,7 +80,7 @@ def show(fitting: list[Candidate], chosen: dict[str, Any], is_json: bool) -> Non
     for name in ("layers", "weights", "cache", "codec", "fed", "GiB", "cache length", "ms/forward", "s/answer"):
         table.add_column(name, justify="right")
     for layers, some in itertools.groupby(fitting, lambda each: each.layers):
-        best = min(some, key=rank)
+        best = min(some, key=lambda each: each.rank)
         table.add_row(
             *(str(layers), best.weights, best.cache, best.codec, f"{best.fed:g}", f"{best.memory / _GIB:.3g}"),
             *(f"{best.cache_length:,}", f"{1e3 * sum(best.parts.values()):.3g}", f"{best.answer:.3g}"),
