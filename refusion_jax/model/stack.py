@@ -95,60 +95,17 @@ class Layers(nnx.Module):
 
         With two rotary embeddings, every n-th layer uses the first one, all others the second.
         """
-        c, family = self.config, FAMILIES[self.config.family]
-        activation = jax.nn.silu if "silu" in family.activation.values() else jax.nn.gelu
-        query_scale = (c.head_dim / (c.query_pre_attn_scalar or c.head_dim)) ** 0.5
-
-        def product(x, w, name, inputs=1):
-            if self.outputs_first:
-                y = linear_outputs_first(x, w[name], inputs)
-            else:
-                rounded = w.get(f"{name}_rounded")
-                y = quantized_linear(x, w[name], rounded, inputs) if rounded else linear(x, w[name], inputs)
-            if f"{name}_a" not in w:
-                return y
-            return y + self.lora_scale * linear(linear(x, w[f"{name}_a"], inputs), w[f"{name}_b"])
-
-        def project(h, w, name):
-            """Queries, keys or values of all heads, [B, T, heads, H]."""
-            x = checkpoint_name(product(h, w, f"{name}_proj"), PROJECTION)
-            if family.qkv_bias:
-                x = x + w[f"{name}_bias"][None, None]
-            if family.qk_norm and name != "v":
-                scale = w[f"{name}_norm"]
-                x = norm(x.reshape(*x.shape[:2], -1, *scale.shape), scale, c).reshape(x.shape)
-            return x * query_scale if name == "q" and query_scale != 1 else x
-
-        def mlp(h, w, kind=""):
-            gate = checkpoint_name(product(h, w, f"{kind}gate_proj"), GATE)
-            up = checkpoint_name(product(h, w, f"{kind}up_proj"), UP)
-            return product(activation(gate) * up, w, f"{kind}down_proj")
 
         def layer(x, inputs):
             w, number = inputs
             x = checkpoint_name(x, INPUT)
-            h = norm(x, w["attention_norm"], c) if "attention_norm" in w else x
-            turn = rotations[0]
-            if len(rotations) > 1:
-                every = c.no_rope_layer_interval or c.local_rope[1]
-                turn = jax.tree.map(functools.partial(jnp.where, (number + 1) % every == 0), *rotations)
-            q, k = (rotate(project(h, w, name), turn) for name in "qk")  # [B, T, N, H], [B, T, K, H]
-            heads, kept = attend(q, k, project(h, w, "v"), number)
-            if not self.outputs_first:
-                w = w | {"o_proj": scattered_along_embed(w["o_proj"])}
-            h = checkpoint_name(product(heads, w, "o_proj", inputs=2), PROJECTION)
-            x = x + (norm(h, w["post_attention_norm"], c) if "post_attention_norm" in w else h)
-            h = norm(x, w["mlp_norm"], c) if "mlp_norm" in w else x
-            load = None
-            if "router" in w:
-                routed, load = mixture(h, w, c, activation, is_real)
-                h = routed + mlp(h, w, "shared_") if "shared_gate_proj" in w else routed
-            else:
-                h = mlp(h, w)
-            x = x + (norm(h, w["post_mlp_norm"], c) if "post_mlp_norm" in w else h)
+            h, kept = self._attention(self._normed(x, w, "attention_norm"), w, number, rotations, attend)
+            x = x + self._normed(h, w, "post_attention_norm")
+            h, load = self._mixture_or_mlp(self._normed(x, w, "mlp_norm"), w, is_real)
+            x = x + self._normed(h, w, "post_mlp_norm")
             return constrain(x, "batch", "length", None), (kept, load)
 
-        if policy := REMAT_POLICIES[remat] or (c.num_experts and WITHOUT_GATHERED):
+        if policy := REMAT_POLICIES[remat] or (self.config.num_experts and WITHOUT_GATHERED):
             layer = jax.checkpoint(layer, policy=policy, prevent_cse=False)  # the scan already prevents it
         own = nnx.to_pure_dict(nnx.state(self))
         exact = {name: own[name] for name in ("router", "expert_bias") if name in own}
@@ -157,6 +114,61 @@ class Layers(nnx.Module):
             weights |= {f"{name}_rounded": self._rounded(name, dtype) for name in own if getattr(self, name).summed}
         x, (kept, load) = jax.lax.scan(layer, x, (weights, jnp.arange(self.first, self.end)))
         return x, kept, jax.tree.map(functools.partial(jnp.sum, axis=0), load)
+
+    # The parts of one layer, whose weights are w, by name.
+
+    def _normed(self, x, w, name):
+        """x after the norm of this name, if the layers have it."""
+        return norm(x, w[name], self.config) if name in w else x
+
+    def _attention(self, h, w, number, rotations, attend):
+        """(the output of attention, what `attend` kept)."""
+        c, turn = self.config, rotations[0]
+        if len(rotations) > 1:
+            every = c.no_rope_layer_interval or c.local_rope[1]
+            turn = jax.tree.map(functools.partial(jnp.where, (number + 1) % every == 0), *rotations)
+        q, k = (rotate(self._heads(h, w, name), turn) for name in "qk")  # [B, T, N, H], [B, T, K, H]
+        heads, kept = attend(q, k, self._heads(h, w, "v"), number)
+        if not self.outputs_first:
+            w = w | {"o_proj": scattered_along_embed(w["o_proj"])}
+        return checkpoint_name(self._product(heads, w, "o_proj", inputs=2), PROJECTION), kept
+
+    def _heads(self, h, w, name):
+        """Queries, keys or values of all heads, [B, T, heads, H]."""
+        c, family = self.config, FAMILIES[self.config.family]
+        x = checkpoint_name(self._product(h, w, f"{name}_proj"), PROJECTION)
+        if family.qkv_bias:
+            x = x + w[f"{name}_bias"][None, None]
+        if family.qk_norm and name != "v":
+            scale = w[f"{name}_norm"]
+            x = norm(x.reshape(*x.shape[:2], -1, *scale.shape), scale, c).reshape(x.shape)
+        query_scale = (c.head_dim / (c.query_pre_attn_scalar or c.head_dim)) ** 0.5
+        return x * query_scale if name == "q" and query_scale != 1 else x
+
+    def _mixture_or_mlp(self, h, w, is_real):
+        """(the output of the experts, shared ones included, or else of the MLP; the load of the experts)."""
+        activation = jax.nn.silu if "silu" in FAMILIES[self.config.family].activation.values() else jax.nn.gelu
+
+        def mlp(kind=""):
+            gate = checkpoint_name(self._product(h, w, f"{kind}gate_proj"), GATE)
+            up = checkpoint_name(self._product(h, w, f"{kind}up_proj"), UP)
+            return self._product(activation(gate) * up, w, f"{kind}down_proj")
+
+        if "router" not in w:
+            return mlp(), None
+        routed, load = mixture(h, w, self.config, activation, is_real)
+        return routed + mlp("shared_") if "shared_gate_proj" in w else routed, load
+
+    def _product(self, x, w, name, inputs=1):
+        """x times a weight, rounded in quantized training, plus its adapter if there is one."""
+        if self.outputs_first:
+            y = linear_outputs_first(x, w[name], inputs)
+        else:
+            rounded = w.get(f"{name}_rounded")
+            y = quantized_linear(x, w[name], rounded, inputs) if rounded else linear(x, w[name], inputs)
+        if f"{name}_a" not in w:
+            return y
+        return y + self.lora_scale * linear(linear(x, w[f"{name}_a"], inputs), w[f"{name}_b"])
 
     def cut(self, first: int, end: int) -> "Layers":
         """The layers `first` to `end` - 1, by their numbers, copied."""
