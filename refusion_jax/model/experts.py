@@ -149,7 +149,12 @@ def _apply(x, weight, expert, projections, activation: Callable) -> jax.Array:
 class _Slots(NamedTuple):
     """The places of the pairs of a token and one of its experts, sorted by expert; each expert begins with a tile.
 
-    With tiles of one slot there is padding only after the last pair, up to the most pairs that a chip may get.
+    With tiles of one slot there is padding only after the last pair, up to the most pairs that a chip may get. Example:
+    four pairs and two experts, in tiles of two slots (P: 4, out of bounds):
+
+        expert of each pair    1 0 1 1
+        place                  2 0 3 4        slot       0 1   2 3   4 5
+                                              source     1 P   0 2   3 P
     """
 
     source: Int32[Array, "S"]  # index of its pair; out of bounds in padding
@@ -162,21 +167,24 @@ class _Slots(NamedTuple):
     @classmethod
     def of(cls, expert: Int32[Array, "P"], experts: int, most: int, parts: int) -> "_Slots":
         """Sorts pairs by expert, E for those of other chips; at most `most` pairs, with experts split into `parts`."""
-        share = len(expert) // parts
+        P, share = len(expert), len(expert) // parts
         tile = _tile(share / experts)
-        total = min(most, most // tile + experts) * tile if tile > 1 else most
+        S = min(most, most // tile + experts) * tile if tile > 1 else most
         counts = jnp.sum(expert[None] == jnp.arange(experts)[:, None], axis=1, dtype=jnp.int32)
         sizes = -(-counts // tile) * tile
         # Number of pairs or slots before each expert's first; the last entry is for pairs of other chips.
         pairs, slots = (jnp.pad(jnp.cumsum(each, dtype=jnp.int32), (1, 0)) for each in (counts, sizes))
-        order = jnp.argsort(expert, stable=True).astype(jnp.int32)
-        place = jnp.argsort(order).astype(jnp.int32) - pairs[expert] + slots[expert]
-        place = jnp.where(expert < experts, place, total)
-        index = jnp.arange(total, dtype=jnp.int32)
-        owner = jnp.minimum(jnp.sum(slots[1:, None] <= index[None], axis=0, dtype=jnp.int32), experts - 1)
-        offset = index - slots[owner]
-        sorted_pair = jnp.minimum(pairs[owner] + offset, len(order) - 1)
-        source = jnp.where(offset < counts[owner], order[sorted_pair], len(order))
+        order = jnp.argsort(expert, stable=True).astype(jnp.int32)  # the pairs by expert
+
+        # From pairs to slots: the number of a pair among those of its expert is its offset from the first slot.
+        number = jnp.argsort(order).astype(jnp.int32) - pairs[expert]
+        place = jnp.where(expert < experts, slots[expert] + number, S)
+
+        # And back, from slots to pairs.
+        slot = jnp.arange(S, dtype=jnp.int32)
+        owner = jnp.minimum(jnp.sum(slots[1:, None] <= slot[None], axis=0, dtype=jnp.int32), experts - 1)
+        number = slot - slots[owner]
+        source = jnp.where(number < counts[owner], order[jnp.minimum(pairs[owner] + number, P - 1)], P)
         return cls(source, place, owner, sizes, tile, share)
 
     def product(self, x: Float[Array, "S _"], w: Float[Array, "E _ _"] | Int8Array) -> Float[Array, "S _"]:

@@ -145,15 +145,20 @@ def _range(segments: Int32[Array, "B T"], tile: int) -> tuple[Int32[Array, "B Q"
 
 
 def _pass(info: MaskInfo, shared: Bool[Array, "B Q U"]) -> MaskInfo:
-    """The tables of one pass over the keys of each tile of queries, [1, B * Q, W]."""
+    """The tables of one pass over the keys of each tile of queries, [1, B * Q, W].
+
+    Example: a tile of queries that sees four tiles of keys by the pattern, the last one in part, and shares documents
+    with the last two alone:
+
+        block_mask    2 2 2 1    becomes    0 0 2 1        0: skip, 1: by a mask, 2: all of the tile
+        data_next     0 1 2 3               2 2 2 3        skipped tiles fetch nothing: they name the one that is
+                                                           already there, or the next one
+    """
     rows, _, count = shared.shape
     index = info.data_next.astype(jnp.int32)  # [1, Q, W]
-    # In place of a gather, which a TPU computes one element at a time.
-    is_shared = jnp.any(
-        shared[:, :, None] & (index[..., None] == jnp.arange(count)[None, None, None]), axis=-1
-    )  # [B, Q, W]
+    # In place of a gather, which a TPU computes one element at a time; [B, Q, W].
+    is_shared = jnp.any(shared[:, :, None] & (index[..., None] == jnp.arange(count)[None, None, None]), axis=-1)
     works = is_shared & (info.block_mask > 0)
-    # Skipped tiles fetch nothing: their entry names the tile that is already there, or the next one.
     first = jnp.min(jnp.where(works, index, count - 1), axis=-1, keepdims=True)
     last = jnp.max(jnp.where(works, index, 0), axis=-1, keepdims=True)
     index = jnp.clip(index, first, last) + count * jnp.arange(rows)[:, None, None]
