@@ -63,22 +63,16 @@ def _answer(model, prompt, blocks, threshold, blend):
             # Plan: masks for all slots that are left. Those with a confident first token are chosen.
             p = predicted({place: c.mask_token_id for slot in slots for place in slot})
             cache.crop(-len(p))  # removes the entries of the masks
-            draft = {place: int(row.argmax()) for place, row in p.items()}
             sure = [float(p[slot[0]].max()) for slot in slots]
             chosen = [slot for slot, chance in zip(slots, sure, strict=True) if chance > threshold]
             chosen = chosen or [slots[sure.index(max(sure))]]
+            now = {place: int(p[place].argmax()) for slot in chosen for place in slot}
 
             # Verify: each draft that differs from the wanted token at its place is replaced by it. The first
             # replacement is final, since everything before it is right; whole slots that are right are committed.
-            now = {place: draft[place] for slot in chosen for place in slot}
             while chosen:
                 now = {place: now[place] for slot in chosen for place in slot}
-                q = predicted(now)
-                right = dict(now)
-                for place in (place for slot in chosen for place in slot[1:]):
-                    follows = int(q[place - 1].argmax())
-                    planned = (1 - blend) * q[place - 1][draft[place]] + blend * p[place][draft[place]]
-                    right[place] = draft[place] if planned > (1 - blend) * q[place - 1][follows] else follows
+                right = now | _wanted(chosen, p, predicted(now), blend)
                 places = [*now]
                 final = next((i for i, place in enumerate(places) if now[place] != right[place]), len(places))
                 ends = [i for i, place in enumerate(places[:final]) if now[place] == c.eos_token_id]
@@ -87,8 +81,7 @@ def _answer(model, prompt, blocks, threshold, blend):
                 text |= {place: now[place] for place in places[:count]}
                 if count < len(places):
                     cache.crop(count - len(places))
-                chosen = [] if ends else chosen[len(whole) :]
-                now = right
+                chosen, now = [] if ends else chosen[len(whole) :], right
 
             end = min((place for place, token in text.items() if token == c.eos_token_id), default=None)
             slots = [slot for slot in slots if slot[0] not in text and (end is None or slot[0] < end)]
@@ -96,3 +89,16 @@ def _answer(model, prompt, blocks, threshold, blend):
             break
     answer = [text[place] for place in sorted(text)]
     return answer[: answer.index(c.eos_token_id) + 1] if c.eos_token_id in answer else answer
+
+
+def _wanted(chosen, p, q, blend):
+    """place -> the wanted token, from the probabilities of the plan, p, and of the drafts, q; not of first tokens.
+
+    It is the model's own next token, or the plan's draft if the mix of both distributions makes that more probable.
+    """
+    wanted = {}
+    for place in (place for slot in chosen for place in slot[1:]):
+        follows, draft = int(q[place - 1].argmax()), int(p[place].argmax())
+        planned = (1 - blend) * q[place - 1][draft] + blend * p[place][draft]
+        wanted[place] = draft if planned > (1 - blend) * q[place - 1][follows] else follows
+    return wanted
