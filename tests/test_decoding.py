@@ -50,7 +50,7 @@ def run_and_look(graphdef, params, layout, seeds, noise, decoder):
 
     def step(loop):
         state, i, seen = loop
-        return decoder.step(model, state), i + 1, seen.at[i].set(jnp.where(state.active, state.work.phase, -1))
+        return decoder.next_state(model, state), i + 1, seen.at[i].set(jnp.where(state.active, state.work.phase, -1))
 
     state, _, seen = jax.lax.while_loop(lambda loop: loop[0].active.any(), step, (state, 0, seen))
     return state, seen

@@ -39,7 +39,7 @@ def fed(requests: list[Request], block_length: int, block: int, merge: int) -> l
     decoder = decoder_for(requests, tiny_config())
     layout = jax.tree.map(jnp.asarray, decoder.lay_out(requests))
     keys = jax.random.split(jax.random.key(0), len(requests))
-    state = MaskedText.start_text(layout, keys, decoder.new_tokens)
+    state = decoder.start_text(MaskedText, layout, keys)
     is_fed = np.asarray(fed_places(state, jnp.full(len(requests), (block + 1) * block_length), merge))
     return ["".join(".x"[int(own[i])] for i in range(int(n))) for own, n in zip(is_fed, state.length, strict=True)]
 

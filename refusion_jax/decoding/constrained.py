@@ -38,7 +38,7 @@ from refusion_jax.cli.errors import UserError
 from refusion_jax.decoding import cache as kv
 from refusion_jax.decoding.decoder import SLOT_MASK, Continuation, Continuer, Decoder
 from refusion_jax.decoding.queue import UNTIL_DONE, Progress, RunningBatch
-from refusion_jax.decoding.requests import Layout, Request, text_capacity
+from refusion_jax.decoding.requests import Layout, Request
 from refusion_jax.decoding.sampling import entry, put, run_length
 from refusion_jax.decoding.trajectory import tell
 from refusion_jax.distributed.processes import fetch
@@ -89,15 +89,14 @@ class Constrained(Continuer):
         size, from_masks = s.slot_size, decoder.next_token == SLOT_MASK
         reach = -(-_REACH // size) * size
         width = reach + (-(-reach // size) * size if from_masks or size > 1 else 0)
-        own = {"reach": reach, "slot_size": size, "from_masks": from_masks}
-        return cls.sized(requests, model, width=width, cache_length=text_capacity(requests) + width, **own)
+        return cls.sized(requests, model, width=width, reach=reach, slot_size=size, from_masks=from_masks)
 
     def init(self, model: LanguageModel, layout: Layout, keys: Key[Array, "B"]) -> ConstrainedState:
         cache, last = kv.prefill_but_last(model, layout.given, self.chunk)
         B, N, U = len(last), self.reach, -(-model.config.vocab_size // 32)
         nothing = {"drafts": jnp.zeros((B, N - 1), jnp.int32), "drafted": jnp.zeros_like(last)}
         nothing |= {"allowed": jnp.zeros((B, N, U), jnp.int32), "guesses": jnp.zeros((B, self.new_tokens), jnp.int32)}
-        return ConstrainedState.start(layout, keys, self.width, cache=cache, last=last, **nothing)
+        return self.start(ConstrainedState, layout, keys, cache=cache, last=last, **nothing)
 
     def step(self, model: LanguageModel, s: ConstrainedState) -> ConstrainedState:
         """One forward pass, in which each row commits the accepted drafts and one more token."""
@@ -126,11 +125,10 @@ class Constrained(Continuer):
         accepted = run_length(agrees)
         tell(s.drafts, begin + place[:, : N - 1], is_reached[:, 1:])
         after, kept = s.commit(cache, tokens[:, :N], begin + place, accepted + 1)
-        last = entry(tokens, jnp.maximum(kept - 1, 0))
         # After a rejected draft, the predictions of the later ones are the best guesses available (Jacobi iteration).
         guesses = put(s.guesses, predicted[:, N:], tokens[:, N:])
         guesses = put(guesses, jnp.where(is_reached, place, self.new_tokens), tokens[:, :N])
-        return after.replace(last=jnp.where(kept > 0, last, s.last), guesses=guesses)
+        return after.replace(last=entry(tokens, kept - 1), guesses=guesses)
 
 
 def bits(words: Int32[Array, "B N U"], count: int) -> Bool[Array, "B N V"]:

@@ -9,12 +9,12 @@ Axes: R requests admitted at once, B rows of the batch, T tokens, C cache entrie
 import abc
 import dataclasses
 from collections.abc import Sequence
-from typing import Any, ClassVar, NamedTuple, Self
+from typing import Any, ClassVar, NamedTuple, Self, TypeVar
 
 import jax
 import jax.numpy as jnp
 from flax import struct
-from jaxtyping import Array, Bool, Float32, Int32, Key, PyTree
+from jaxtyping import Array, Bool, Float32, Int32, Key
 
 from refusion_jax.batch.rows import row_index
 from refusion_jax.cli.errors import UserError
@@ -35,6 +35,7 @@ from refusion_jax.decoding.settings import Settings, TokenIds, TracedSettings
 from refusion_jax.decoding.trajectory import tell
 from refusion_jax.distributed.sharding import shard_count_here
 from refusion_jax.model.interface import LanguageModel
+from refusion_jax.model.key_values import KeyValues
 from refusion_jax.model.shape import ModelConfig
 
 LAST_TOKEN, SLOT_MASK = "last token", "slot mask"
@@ -96,24 +97,8 @@ class RowState:
         tell(proposal.token, places, is_read, proposal.probability)
         return proposal
 
-    @classmethod
-    def start(cls, layout: Layout, keys: Key[Array, "B"], at_once: int, **own: Any) -> Self:
-        """The initial state of rows, with the fields that the subclass adds.
 
-        One forward pass commits at most `at_once` tokens of a row: the record needs room for that many extra entries.
-        """
-        zeros, room = jnp.zeros_like(layout.given.length), layout.places.position.shape[1] + at_once
-        record = Record.empty(len(zeros), room)
-        return cls(record, layout.places, layout.settings, keys, zeros == 0, zeros, layout.ids, **own)
-
-    @classmethod
-    def start_text(cls, layout: Layout, keys: Key[Array, "B"], at_once: int, **own: Any) -> Self:
-        """`start` with two more fields: `text` [B, C], masks where nothing is given, and `length` [B] of the text."""
-        tokens, positions, given = map(jnp.asarray, (layout.given.tokens, layout.given.positions, layout.given.length))
-        B, C = tokens.shape
-        at = jnp.where(jnp.arange(C)[None] < given[:, None], positions, C)  # filler is dropped
-        text = put(jnp.full((B, C), layout.ids.mask_id, jnp.int32), at, tokens)
-        return cls.start(layout, keys, at_once, text=text, length=given + layout.places.count, **own)
+State = TypeVar("State", bound=RowState)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -138,18 +123,20 @@ class Decoder(abc.ABC):
     chunk: int = 0  # most given tokens of a row in one forward pass of the prefill; 0 without one
 
     @classmethod
-    def sized(cls, requests: Sequence[Request], model: ModelConfig, **own: Any) -> Self:
+    def sized(cls, requests: Sequence[Request], model: ModelConfig, width: int, **own: Any) -> Self:
         """A decoder with the given sizes, and with what every decoder takes from the requests and the model.
 
-        Fields that are named as a setting of scope "compiled" take its value.
+        Fields that are named as a setting of scope "compiled" take its value. After a prefill, the cache has room for
+        the longest text and one more forward pass, unless another length is given.
         """
         settings = requests[0].settings
         assert settings, "requests are prepared"
         names = {f.name for f in dataclasses.fields(cls)} & scope(type(settings), "compiled")
         common = {name: getattr(settings, name) for name in names}
-        common |= {"ids": TokenIds.of(settings, model), "new_tokens": most_new_tokens(requests)}
+        common |= {"ids": TokenIds.of(settings, model), "new_tokens": most_new_tokens(requests), "width": width}
         if cls.copies_prefix:
             common["chunk"] = min(PREFILL_CHUNK, rounded_up(max(len(request.given[0]) for request in requests)))
+            common["cache_length"] = text_capacity(requests) + width
         return cls(**common | own)
 
     @classmethod
@@ -164,8 +151,7 @@ class Decoder(abc.ABC):
 
     def lay_out(self, requests: Sequence[Request]) -> Layout:
         """The requests as a tree of numpy arrays with leading axis R; runs on the host."""
-        places = Places.of(requests, self.new_tokens)
-        return Layout.of(requests, self.cache_length or self.width, places, self.ids)
+        return Layout.of(requests, self.cache_length or self.width, Places.of(requests, self.new_tokens))
 
     @abc.abstractmethod
     def init(self, model: LanguageModel, layout: Layout, keys: Key[Array, "R"]) -> RowState:
@@ -174,12 +160,35 @@ class Decoder(abc.ABC):
         The layout comes from `lay_out`, as jax arrays; all randomness comes from the keys.
         """
 
+    def start(self, kind: type[State], layout: Layout, keys: Key[Array, "B"], at_once: int = 0, **own: Any) -> State:
+        """The initial state of rows, of this kind, with the fields that it adds to `RowState`.
+
+        One forward pass commits at most `at_once` tokens of a row, by default as many as it feeds: the record needs
+        room for that many extra entries.
+        """
+        zeros = jnp.zeros_like(layout.given.length)
+        record = Record.empty(len(zeros), self.new_tokens + (at_once or self.width))
+        return kind(record, layout.places, layout.settings, keys, zeros == 0, zeros, self.ids, **own)
+
+    def start_text(
+        self, kind: type[State], layout: Layout, keys: Key[Array, "B"], at_once: int = 0, **own: Any
+    ) -> State:
+        """`start` with two more fields: `text` [B, C], masks where nothing is given, and `length` [B] of the text."""
+        tokens, positions, given = map(jnp.asarray, (layout.given.tokens, layout.given.positions, layout.given.length))
+        B, C = tokens.shape
+        at = jnp.where(jnp.arange(C)[None] < given[:, None], positions, C)  # filler is dropped
+        text = put(jnp.full((B, C), self.ids.mask_id, jnp.int32), at, tokens)
+        return self.start(kind, layout, keys, at_once, text=text, length=given + layout.places.count, **own)
+
     @abc.abstractmethod
     def step(self, model: LanguageModel, state: RowState) -> RowState:
-        """One forward pass of the whole batch, and each row's next state. Finished rows must not change."""
+        """One forward pass of the whole batch, and each row's next state; that of finished rows is ignored."""
 
     def next_state(self, model: LanguageModel, state: RowState) -> RowState:
-        """The state from `step`; UserError if its structure, shapes or dtypes are not those of the state before."""
+        """The state from `step`, and for finished rows, except for keys and values, the one before.
+
+        UserError if its structure, shapes or dtypes are not those of the state before.
+        """
         after, name = self.step(model, state), f"{type(self).__module__}.{type(self).__name__}.step"
         old, new = map(jax.tree.leaves_with_path, (state, after))
         if [path for path, _ in new] != [path for path, _ in old]:
@@ -188,7 +197,11 @@ class Decoder(abc.ABC):
             if (is_now.dtype, is_now.shape) != (was.dtype, was.shape):
                 field = f"state{jax.tree_util.keystr(path)}"
                 raise UserError(f"{name}: {field} was {jax.typeof(was)}, and is {jax.typeof(is_now)}")
-        return after
+
+        def kept(after, before):
+            return after if isinstance(after, KeyValues) else select(state.active, after, before)
+
+        return jax.tree.map(kept, after, state, is_leaf=lambda x: isinstance(x, KeyValues))
 
     def scored(self, model: LanguageModel, rows: int) -> int:
         """Places of a shard whose logits exist at once, for a batch of `rows` rows; under `jax.set_mesh`."""
@@ -218,7 +231,7 @@ class Continuation(RowState):
 
         Commits as many of the cache entries that the forward pass has written.
         """
-        count = jnp.where(self.active, jnp.minimum(count, self.places.count - self.record.count), 0)
+        count = jnp.minimum(count, self.places.count - self.record.count)
         ends = (tokens == self.ids.eos_id) & (jnp.arange(tokens.shape[1])[None] < count[:, None])
         has_end = jnp.any(ends, axis=1)
         count = jnp.where(has_end, jnp.argmax(ends, axis=1) + 1, count)
@@ -227,14 +240,10 @@ class Continuation(RowState):
             self,
             cache=kv.commit(cache, count),
             record=record,
-            active=self.active & ~has_end & (record.count < self.places.count),
-            forwards=self.forwards + self.active,
+            active=~has_end & (record.count < self.places.count),
+            forwards=self.forwards + 1,
         )
         return after, count
-
-    def renewed(self, after: "Continuation", **new: PyTree) -> "Continuation":
-        """The state `after` a forward pass, with new values of some fields in the rows that were active before it."""
-        return dataclasses.replace(after, **select(self.active, new, {name: getattr(self, name) for name in new}))
 
 
 @struct.dataclass
@@ -253,8 +262,7 @@ class FilledText(Continuation):
     def fill(
         self, cache: kv.Cache, is_new: Bool[Array, "B T"], tokens: Int32[Array, "B T"], places: Int32[Array, "B T"]
     ) -> "FilledText":
-        """The state after a forward pass of active rows that fills new tokens, up to the first EOS among them."""
-        is_new &= self.active[:, None]
+        """The state after a forward pass that fills new tokens, up to the first EOS among them."""
         length = jnp.min(jnp.where(is_new & (tokens == self.ids.eos_id), places + 1, self.length[:, None]), axis=1)
         is_new &= places < length[:, None]
         after = dataclasses.replace(
@@ -263,9 +271,9 @@ class FilledText(Continuation):
             record=self.record.append_where(is_new, tokens, places),
             text=put(self.text, jnp.where(is_new, places, self.text.shape[1]), tokens),
             length=length,
-            forwards=self.forwards + self.active,
+            forwards=self.forwards + 1,
         )
-        return dataclasses.replace(after, active=self.active & jnp.any(after.masks, axis=1))
+        return dataclasses.replace(after, active=jnp.any(after.masks, axis=1))
 
 
 class Continuer(Decoder):
@@ -277,8 +285,7 @@ class Continuer(Decoder):
 
     @classmethod
     def for_requests(cls, requests: Sequence[Request], model: ModelConfig) -> Self:
-        width = cls.width_for(requests)
-        return cls.sized(requests, model, width=width, cache_length=text_capacity(requests) + width)
+        return cls.sized(requests, model, width=cls.width_for(requests))
 
     @classmethod
     def width_for(cls, requests: Sequence[Request]) -> int:

@@ -133,12 +133,10 @@ class Layout:
     given: Given
     places: Any  # to decode: `Places`, or the decoder's own type
     settings: TracedSettings
-    ids: TokenIds = struct.field(pytree_node=False)
 
     @classmethod
-    def of(cls, requests: Sequence[Request], capacity: int, places: Any, ids: TokenIds) -> "Layout":
-        settings = TracedSettings.of([request.settings for request in requests])
-        return cls(Given.of(requests, capacity), places, settings, ids)
+    def of(cls, requests: Sequence[Request], capacity: int, places: Any) -> "Layout":
+        return cls(Given.of(requests, capacity), places, TracedSettings.of([request.settings for request in requests]))
 
 
 def most_new_tokens(requests: Sequence[Request]) -> int:

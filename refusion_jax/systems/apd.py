@@ -79,7 +79,7 @@ class DraftAndAgree(Continuer):
 
     def init(self, model: LanguageModel, layout: Layout, keys: Key[Array, "B"]) -> FilledText:
         cache, _ = kv.prefill_but_last(model.verifier, layout.given, self.chunk)
-        return FilledText.start_text(layout, keys, self.lookahead, cache=cache)
+        return self.start_text(FilledText, layout, keys, self.lookahead, cache=cache)
 
     def scored(self, model: LanguageModel, rows: int) -> int:
         return super().scored(model, rows) * self.lookahead // self.width

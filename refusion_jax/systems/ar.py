@@ -67,14 +67,14 @@ class LeftToRight(Continuer):
 
     def init(self, model: LanguageModel, layout: Layout, keys: Key[Array, "B"]) -> LeftToRightState:
         cache, last = kv.prefill_but_last(model, layout.given, self.chunk)
-        return LeftToRightState.start(layout, keys, self.width, cache=cache, last=last)
+        return self.start(LeftToRightState, layout, keys, cache=cache, last=last)
 
     def step(self, model: LanguageModel, s: LeftToRightState) -> LeftToRightState:
         place = s.next_places(1)
         logits, cache = kv.extend(model, s.cache, s.last[:, None], place - 1)
         token = s.sampled(logits, place)
         after, _ = s.commit(cache, token, place, jnp.ones_like(s.last))
-        return s.renewed(after, last=token[:, 0])
+        return after.replace(last=token[:, 0])
 
 
 class Speculative(LeftToRight):

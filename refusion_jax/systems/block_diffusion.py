@@ -181,7 +181,7 @@ class BlockByBlock(Continuer):
         given, K = layout.given, self.width
         entries = kv.prefill(model, given, self.chunk, block_size=K).entries
         cache = kv.Cache(entries, (given.length - self.shift) // K * K)
-        return FilledText.start_text(layout, keys, K, cache=cache)
+        return self.start_text(FilledText, layout, keys, cache=cache)
 
     def look(self, model: LanguageModel, s: FilledText) -> tuple[Array, Array, Array, kv.Cache]:
         """One forward pass over each row's block: (its places, the fed tokens, their logits, the cache)."""
@@ -205,7 +205,7 @@ class BlockByBlock(Continuer):
         proposal = s.propose(logits, at + self.shift, readable)
         confidence = proposal.probability
         reveals = surest(confidence, readable, confidence > own.threshold[:, None])
-        cache = kv.commit(cache, jnp.where(s.active & is_done, self.width, 0))
+        cache = kv.commit(cache, jnp.where(is_done, self.width, 0))
         return s.fill(cache, reveals, proposal.token, at + self.shift)
 
 

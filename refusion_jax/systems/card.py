@@ -142,14 +142,14 @@ class CausalBlocks(Continuer):
     def init(self, model: LanguageModel, layout: Layout, keys: Key[Array, "B"]) -> CausalBlocksState:
         cache, last = kv.prefill_but_last(model, layout.given, self.chunk)
         own = {"cache": cache, "passed": jnp.zeros_like(last)}
-        return CausalBlocksState.start_text(layout, keys, self.width, **own)
+        return self.start_text(CausalBlocksState, layout, keys, **own)
 
     def step(self, model: LanguageModel, s: CausalBlocksState) -> CausalBlocksState:
         """One forward pass over each row's block: reveals tokens, or commits a finished block."""
         K = self.width
         at = s.cache.length[:, None] + jnp.arange(K)[None]  # [B, K]; each predicts the token after it
         is_mask = jnp.take_along_axis(s.masks, at + 1, axis=1)
-        is_open = s.active & jnp.any(is_mask, axis=1)
+        is_open = jnp.any(is_mask, axis=1)
 
         logits, cache = kv.extend(model, s.cache, jnp.take_along_axis(s.text, at, axis=1), at)
         proposal = s.propose(logits, at + 1, is_mask)
@@ -157,7 +157,7 @@ class CausalBlocks(Continuer):
         is_stuck = ~jnp.any(reveals, axis=1) & (s.settings.temperature == 0)
         is_last = (s.passed + 1 >= s.settings.passes) | is_stuck
         reveals = jnp.where(is_last[:, None], is_mask, reveals)
-        cache = kv.commit(cache, jnp.where(s.active & ~is_open, K, 0))
+        cache = kv.commit(cache, jnp.where(is_open, 0, K))
         after = s.fill(cache, reveals, proposal.token, at + 1)
         return after.replace(passed=jnp.where(is_open, s.passed + 1, 0))
 

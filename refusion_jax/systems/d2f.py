@@ -166,7 +166,7 @@ class Pipeline(Decoder):
         """The initial state: prompts are cached, with bidirectional attention; no block is open."""
         cache = kv.prefill(model, layout.given, self.chunk, block_size=self.chunk)
         own = {"cache": cache, "opened": jnp.zeros_like(cache.length)}
-        return PipelineState.start_text(layout, keys, self.width, **own)
+        return self.start_text(PipelineState, layout, keys, **own)
 
     def step(self, model: LanguageModel, s: PipelineState) -> PipelineState:
         """One forward pass over the blocks in flight."""
@@ -190,11 +190,10 @@ class Pipeline(Decoder):
         share = 1 - jnp.pad(before[:, :-1], ((0, 0), (1, 0))) / K  # committed share of the block before each one
         is_forced = (share >= _FORCE_AT) & ~jnp.any(sure, axis=2)
         chosen = (sure | (is_best & is_forced[:, :, None])).reshape(w.masked.shape)
-        after = s.commit(w, proposal.token, chosen, s.active)
+        after = s.commit(w, proposal.token, chosen)
 
         done = jnp.cumprod(before == 0, axis=1) * (jnp.arange(F // K)[None] < (opened - cached)[:, None])
-        finished = jnp.where(s.active, jnp.sum(done, axis=1), 0)
-        return after.replace(cache=kv.commit(cache, finished * K), opened=jnp.where(s.active, opened, s.opened))
+        return after.replace(cache=kv.commit(cache, jnp.sum(done, axis=1) * K), opened=opened)
 
     def _open(self, s: PipelineState, cached: Int32[Array, "B"], left: Int32[Array, "B W"]) -> Int32[Array, "B"]:
         """Number of open blocks, with a new one if the last one is far enough, there is room, and no EOS yet."""
@@ -202,10 +201,8 @@ class Pipeline(Decoder):
         of_last = entry(left, jnp.maximum(last, 0))
         share = jnp.where(last >= 0, 1 - of_last / self.block_length, 1.0)
         has_room = (last + 1 < self.width // self.block_length) & (s.opened * self.block_length < s.places.count)
-        is_real = jnp.arange(s.record.tokens.shape[1])[None] < s.record.count[:, None]
-        has_ended = jnp.any(is_real & (s.record.tokens == self.ids.eos_id), axis=1)
-        is_due = has_room & (share >= _OPEN_AT) & ~has_ended
-        return s.opened + is_due
+        has_ended = s.first_of(self.ids.eos_id) < s.places.position.shape[1]
+        return s.opened + (has_room & (share >= _OPEN_AT) & ~has_ended)
 
 
 def reference(model: LanguageModel, request: Request) -> dict:

@@ -156,7 +156,7 @@ class ReadAndDraft(ar.Speculative):
         model, M = WithDrafter(model), self.width - 1
         drafts, q = self.draw_drafts(s, model.draft(s.last, s.next_places(1)[:, 0] - 1, s.cache, M))
         after, tokens, _ = self.verify(model, s, s.last, drafts, jnp.full_like(s.last, M), q)
-        return s.renewed(after, last=tokens[:, -1])
+        return after.replace(last=tokens[:, -1])
 
 
 def reference(model: LanguageModel, request: Request) -> dict:

@@ -95,7 +95,7 @@ class BlockCache(masked.MaskedDecoder):
     def init(self, model: LanguageModel, layout: Layout, keys: Key[Array, "B"]) -> BlockCacheState:
         """The initial state; there is no prefill, as the first forward pass runs over the whole text."""
         entries = Cache.empty(model, len(keys), self.cache_length).entries
-        return BlockCacheState.start_text(layout, keys, self.block_length, entries=entries)
+        return self.start_text(BlockCacheState, layout, keys, self.block_length, entries=entries)
 
     def chosen(self, s: BlockCacheState, w: masked.Window, proposal: masked.Proposal) -> Bool[Array, "B K"]:
         """The masks that reach the threshold, at least the most probable one."""
@@ -118,9 +118,9 @@ class BlockCache(masked.MaskedDecoder):
         x, entries = jax.lax.cond(is_whole, whole, block)
         proposal = s.propose(model.logits(x), w.position, w.masked)
         is_first = is_whole & self.shifted & (jnp.arange(self.block_length)[None] == 0)
-        chosen = self.chosen(s, w, proposal) | is_first
-        after = s.commit(w, proposal.token, chosen, takes_part)
-        return after.replace(entries=entries)
+        chosen = takes_part[:, None] & (self.chosen(s, w, proposal) | is_first)
+        after = s.commit(w, proposal.token, chosen)
+        return after.replace(entries=entries, forwards=s.forwards + takes_part)
 
     def _whole(
         self, model: LanguageModel, s: BlockCacheState, w: masked.Window, takes_part: Bool[Array, "B"]

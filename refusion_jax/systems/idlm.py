@@ -125,28 +125,26 @@ class DraftAndCheckState(Continuation):
     drafted: Int32[Array, "B"]  # how many there are: N - 1, or none after a rejection
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class DraftAndCheck(Continuer):
     """Verifies the drafts of its own masks."""
 
     settings: ClassVar[type[StrideSettings]] = StrideSettings
     typical: ClassVar[dict[float, float]] = {7.0: 2.56}
 
+    stride: int  # N
+
     @classmethod
     def width_for(cls, requests: Sequence[Request]) -> int:
         """W: the pending token, N - 1 drafts, N - 1 masks."""
         return 2 * requests[0].settings.stride - 1
-
-    @property
-    def stride(self) -> int:
-        """N."""
-        return (self.width + 1) // 2
 
     def init(self, model: LanguageModel, layout: Layout, keys: Key[Array, "B"]) -> DraftAndCheckState:
         cache, last = kv.prefill_but_last(model, layout.given, self.chunk)
         B, M, V = len(last), self.stride - 1, model.config.vocab_size
         none = {"drafts": jnp.zeros((B, M), jnp.int32), "q": jnp.zeros((B, M, V), jnp.float32)}
         none |= {"pending": last, "drafted": jnp.zeros_like(last)}
-        return DraftAndCheckState.start(layout, keys, self.width, cache=cache, **none)
+        return self.start(DraftAndCheckState, layout, keys, cache=cache, **none)
 
     def step(self, model: LanguageModel, s: DraftAndCheckState) -> DraftAndCheckState:
         """One forward pass, in which each row commits the accepted drafts and one more token, and makes new drafts."""
@@ -172,7 +170,7 @@ class DraftAndCheck(Continuer):
         is_kept = accepted == s.drafted
         tell(drafts, at, jnp.broadcast_to(is_kept[:, None], at.shape), sampling.probability(of_masks, drafts))
         drafted = jnp.where(is_kept, N - 1, 0)
-        return s.renewed(after, pending=tokens[:, -1], drafts=drafts, q=q, drafted=drafted)
+        return after.replace(pending=tokens[:, -1], drafts=drafts, q=q, drafted=drafted)
 
 
 def reference(model: LanguageModel, request: Request) -> dict:

@@ -99,10 +99,9 @@ class EditedBlocks(sdar.BlockByBlock):
         changes = reveals | edits & (has_masks | (s.post_steps < own.max_post_steps))[:, None]
 
         is_final = ~jnp.any(changes, axis=1)
-        cache = kv.commit(cache, jnp.where(s.active & is_final, self.width, 0))
+        cache = kv.commit(cache, jnp.where(is_final, self.width, 0))
         after = s.fill(cache, is_own & is_final[:, None], fed, at)
-        return s.renewed(
-            after,
+        return after.replace(
             text=put(s.text, jnp.where(changes, at, s.text.shape[1]), chosen),
             active=after.active | ~is_final,
             post_steps=jnp.where(is_final, 0, s.post_steps + ~has_masks),

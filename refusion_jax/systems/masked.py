@@ -80,22 +80,19 @@ class MaskedText(RowState):
         position = jnp.take_along_axis(places.position, at, axis=1)
         return Window(position, is_in & (jnp.take_along_axis(self.text, position, axis=1) == self.ids.mask_id))
 
-    def commit(
-        self, w: Window, tokens: Int32[Array, "B K"], chosen: Bool[Array, "B K"], took_part: Bool[Array, "B"]
-    ) -> "MaskedText":
+    def commit(self, w: Window, tokens: Int32[Array, "B K"], chosen: Bool[Array, "B K"]) -> "MaskedText":
         """The state after some masks of a window are committed; rows whose answers are complete become inactive.
 
-        `chosen` places that are not masked are ignored; `took_part`: the active rows that the forward pass was for.
+        `chosen` places that are not masked are ignored.
         """
-        chosen = chosen & w.masked & took_part[:, None]
+        chosen = chosen & w.masked
         after = self.replace(
             text=put(self.text, jnp.where(chosen, w.position, self.text.shape[1]), tokens),
             record=self.record.append_where(chosen, tokens, w.position),
-            forwards=self.forwards + took_part,
+            forwards=self.forwards + 1,
         )
         # An answer without masks, or without masks before its first EOS, is final.
-        left, N = after.first_of(self.ids.mask_id), self.places.position.shape[1]
-        return after.replace(active=self.active & (left < N) & (left < after.first_of(self.ids.eos_id)))
+        return after.replace(active=after.first_of(self.ids.mask_id) < after.first_of(self.ids.eos_id))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -117,7 +114,7 @@ class MaskedDecoder(Decoder):
         return cls.sized(requests, model, **sizes)
 
     def init(self, _: LanguageModel, layout: Layout, keys: Key[Array, "B"]) -> MaskedText:
-        return MaskedText.start_text(layout, keys, self.block_length)
+        return self.start_text(MaskedText, layout, keys, self.block_length)
 
     def scored(self, model: LanguageModel, rows: int) -> int:
         return super().scored(model, rows) * self.block_length // self.width
@@ -127,7 +124,7 @@ class MaskedDecoder(Decoder):
         w = self.window(s)
         logits = denoise(model, s, w.position, self.shifted, self.fed(s))
         proposal = s.propose(logits, w.position, w.masked)
-        return s.commit(w, proposal.token, self.chosen(s, w, proposal), s.active)
+        return s.commit(w, proposal.token, self.chosen(s, w, proposal))
 
     @abc.abstractmethod
     def chosen(self, s: MaskedText, w: Window, proposal: Proposal) -> Bool[Array, "B K"]:

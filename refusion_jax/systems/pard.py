@@ -79,7 +79,7 @@ class DraftAndVerify(ar.Speculative):
         drafter, _ = kv.prefill_but_last(model.drafter, given, self.chunk)
         recent = jnp.pad(last[:, None], ((0, 0), (0, self.width - 1)))
         own = {"cache": cache, "drafter": drafter, "recent": recent, "count": jnp.ones_like(last)}
-        return DraftAndVerifyState.start(layout, keys, self.width, **own)
+        return self.start(DraftAndVerifyState, layout, keys, **own)
 
     def step(self, model: LanguageModel, s: DraftAndVerifyState) -> DraftAndVerifyState:
         """One forward pass of each model, after which each row commits the accepted drafts and one more token."""
@@ -94,8 +94,7 @@ class DraftAndVerify(ar.Speculative):
 
         last = entry(s.recent, s.count - 1)
         after, tokens, kept = self.verify(model, s, last, drafts, jnp.full_like(last, M), q)
-        drafter = kv.commit(drafter, jnp.where(s.active, s.count, 0))
-        return s.renewed(after.replace(drafter=drafter), recent=tokens, count=kept)
+        return after.replace(drafter=kv.commit(drafter, s.count), recent=tokens, count=kept)
 
 
 def reference(model: LanguageModel, request: Request) -> dict:

@@ -67,7 +67,7 @@ class LookUp(ar.Speculative):
 
     def init(self, model: LanguageModel, layout: Layout, keys: Key[Array, "B"]) -> LookUpState:
         cache, _ = kv.prefill_but_last(model, layout.given, self.chunk)
-        return LookUpState.start(layout, keys, self.width, cache=cache, text=layout.given.tokens)
+        return self.start(LookUpState, layout, keys, cache=cache, text=layout.given.tokens)
 
     def step(self, model: LanguageModel, s: LookUpState) -> LookUpState:
         """One forward pass, in which each row commits the accepted drafts and one more token."""

@@ -127,23 +127,18 @@ class SlidingWindow(Continuer):
         """F: the window, and filled places before it."""
         return 2 * min(requests[0].settings.window, most_new_tokens(requests))
 
-    @property
-    def window(self) -> int:
-        """W."""
-        return self.width // 2
-
     def init(self, model: LanguageModel, layout: Layout, keys: Key[Array, "B"]) -> FilledText:
         cache = kv.prefill(model, layout.given, self.chunk)
-        return FilledText.start_text(layout, keys, self.width, cache=cache)
+        return self.start_text(FilledText, layout, keys, cache=cache)
 
     def step(self, model: LanguageModel, s: FilledText) -> FilledText:
         """One forward pass, which commits filled places right after each row's committed tokens, and fills masks."""
-        offset, end = jnp.arange(self.width)[None], s.length[:, None]
+        offset, end, W = jnp.arange(self.width)[None], s.length[:, None], self.width // 2
         at = s.cache.length[:, None] + offset  # [B, F] of text
         tokens = jnp.take_along_axis(s.text, at, axis=1)
         is_filled = (tokens != self.ids.mask_id) & (at < end)
         prefix = run_length(is_filled)  # [B], commits
-        is_in = (offset < prefix[:, None] + self.window) & (at < end)
+        is_in = (offset < prefix[:, None] + W) & (at < end)
         order = jnp.argsort(jnp.where(is_filled, 0, jnp.where(is_in, 1, 2)), axis=1, stable=True)
         tokens, at, is_mask = (jnp.take_along_axis(x, order, axis=1) for x in (tokens, at, is_in & ~is_filled))
 
@@ -154,7 +149,7 @@ class SlidingWindow(Continuer):
         entropy = jnp.sum(jax.scipy.special.entr(jax.nn.softmax(proposal.real)), axis=-1)  # [B, F], in nats
         score = entropy + penalty
         fills = surest(-score, is_mask, score < s.settings.entropy_threshold[:, None])
-        return s.fill(kv.commit(cache, jnp.where(s.active, prefix, 0)), fills, proposal.token, at)
+        return s.fill(kv.commit(cache, prefix), fills, proposal.token, at)
 
 
 def reference(model: LanguageModel, request: Request) -> dict:

@@ -41,7 +41,7 @@ from refusion_jax.cli.settings import setting
 from refusion_jax.decoding import cache as kv
 from refusion_jax.decoding import settings as shared
 from refusion_jax.decoding.decoder import LAST_TOKEN, Continuation, Continuer
-from refusion_jax.decoding.requests import Layout, Request, text_capacity
+from refusion_jax.decoding.requests import Layout, Request
 from refusion_jax.decoding.sampling import entry, run_length, sample, select
 from refusion_jax.decoding.trajectory import tell
 from refusion_jax.distributed.chips import free_tokens
@@ -131,8 +131,7 @@ class Drafting(Continuer):
     def for_requests(cls, requests: Sequence[Request], model: ModelConfig) -> Self:
         own = cls.sized(requests, model, width=0)
         reach, prefixes = own.most
-        width = reach * (1 + prefixes)
-        return dataclasses.replace(own, width=width, cache_length=text_capacity(requests) + width)
+        return cls.sized(requests, model, width=reach * (1 + prefixes))
 
     @classmethod
     def settings_for(cls, fed: float, new_tokens: int, slot_size: int = 8) -> dict[str, Any]:
@@ -175,7 +174,7 @@ class Drafting(Continuer):
         last = given.length - before - 1
 
         own = {"pending": entry(tokens, last), "place": entry(places, last), "drafts": Drafts.none(B, N - 1)}
-        s = DraftingState.start(layout, keys, self.width, cache=cache, **own)
+        s = self.start(DraftingState, layout, keys, cache=cache, **own)
 
         prefixes = jnp.zeros((B, 1), jnp.int32)
         ahead = self._next_place(s)[:, None] + _mask_offsets(prefixes, N)
@@ -240,7 +239,7 @@ class Drafting(Continuer):
             made = Drafts(drawn[:, n:], sure, jnp.full_like(kept, sure.shape[1]))
             new = _redraft(old, made, prefixes, accepted, kept)
             tell(new.tokens, place[:, None] + 1 + jnp.arange(new.tokens.shape[1])[None], new.is_draft, new.sure)
-        return s.renewed(after, pending=pending, place=place, drafts=new)
+        return after.replace(pending=pending, place=place, drafts=new)
 
 
 def _redraft(

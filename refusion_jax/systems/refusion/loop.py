@@ -22,7 +22,7 @@ from jaxtyping import Array, Bool, Float32, Int32, Key
 from refusion_jax.decoding import cache as kv
 from refusion_jax.decoding.decoder import SLOT_MASK, Decoder, RowState
 from refusion_jax.decoding.requests import Layout, Request, text_capacity
-from refusion_jax.decoding.sampling import Record, run_length, select, surest
+from refusion_jax.decoding.sampling import run_length, select, surest
 from refusion_jax.decoding.settings import TracedSettings
 from refusion_jax.decoding.trajectory import tell
 from refusion_jax.model.interface import LanguageModel
@@ -119,7 +119,7 @@ class SlotDecoder(Decoder):
         return per_block * (2 if request.settings.budget and len(slots_of(request)) > per_block else 1)
 
     def lay_out(self, requests: Sequence[Request]) -> Layout:
-        return Layout.of(requests, self.cache_length, Canvas.of(requests, self.slots), self.ids)
+        return Layout.of(requests, self.cache_length, Canvas.of(requests, self.slots))
 
     def init(self, model: LanguageModel, layout: Layout, keys: Key[Array, "B"]) -> SlotState:
         zeros = jnp.zeros(keys.shape, jnp.int32)
@@ -127,14 +127,11 @@ class SlotDecoder(Decoder):
         drafts = jnp.zeros((*first_block.size.shape, self.slot_size), jnp.int32)
         nothing = Reading(drafts, drafts * 0.0, drafts * 0.0)
         work = self.begin(drafts[:, :, 0] > 0, nothing)
-        return SlotState(
-            record=Record.empty(len(zeros), self.slots * self.slot_size + self.block),
-            places=layout.places,
-            settings=layout.settings,
-            ids=layout.ids,
-            keys=keys,
-            active=zeros == 0,
-            forwards=zeros,
+        return self.start(
+            SlotState,
+            layout,
+            keys,
+            self.block,
             cache=kv.prefill(model, layout.given, self.chunk),
             work=work.replace(phase=zeros + PLAN),
             block=zeros,
@@ -183,7 +180,7 @@ class SlotDecoder(Decoder):
         chosen = choose_slots(after.remaining, plan_block, readings[1].chance[:, :, 0], s.settings)
         return after.replace(
             work=select(is_ready, self.begin(chosen, readings[1]), after.work),
-            forwards=s.forwards + s.active,
+            forwards=s.forwards + 1,
             plans=s.plans + is_ready,
             plan_hits=s.plan_hits + (needs.may_plan & is_valid),
             plan_misses=s.plan_misses + (needs.may_plan & ~is_valid),
@@ -233,13 +230,13 @@ class SlotDecoder(Decoder):
         remaining = s.remaining & ~is_in & ~(eos[:, None] & (slot > last[:, None]))
         ended = s.ended | eos
 
-        is_finished = s.active & ~jnp.any(remaining, axis=1)
+        is_finished = ~jnp.any(remaining, axis=1)
         is_over = is_finished & (ended | ~jnp.any(following.size > 0, axis=1))
         goes_on = is_finished & ~is_over
         return s.replace(
             cache=kv.commit(s.cache, count),
             record=s.record.append(feed.tokens[:, : self.block], feed.positions[:, : self.block], count),
-            active=s.active & ~is_over,
+            active=~is_over,
             block=s.block + goes_on,
             remaining=select(goes_on, following.size > 0, remaining),
             ended=ended,

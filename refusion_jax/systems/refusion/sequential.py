@@ -60,7 +60,7 @@ class Sequential(Continuer):
     def init(self, model: LanguageModel, layout: Layout, keys: Key[Array, "B"]) -> SequentialState:
         cache, last = kv.prefill_but_last(model, layout.given, self.chunk)
         at = entry(layout.given.positions, cache.length)
-        return SequentialState.start(layout, keys, self.width, cache=cache, last=last, last_place=at)
+        return self.start(SequentialState, layout, keys, cache=cache, last=last, last_place=at)
 
     def step(self, model: LanguageModel, s: SequentialState) -> SequentialState:
         next_one = jnp.minimum(s.record.count, self.new_tokens - 1)
@@ -71,4 +71,4 @@ class Sequential(Continuer):
         chosen = jnp.where(from_mask[:, None], logits[:, 1], logits[:, 0])[:, None]  # [B, 1, V]
         token = s.sampled(chosen, place[:, None])
         after, _ = s.commit(cache, token, place[:, None], jnp.ones_like(s.last))
-        return s.renewed(after, last=token[:, 0], last_place=place)
+        return after.replace(last=token[:, 0], last_place=place)
