@@ -88,6 +88,10 @@ class Drafts:
     def is_draft(self) -> Bool[Array, "B M"]:
         return jnp.arange(self.tokens.shape[1])[None] < self.count[:, None]
 
+    def cut(self, size: int, count: Int32[Array, "B"]) -> Self:
+        """The first `size`, of which the first `count` are drafts."""
+        return Drafts(self.tokens[:, :size], self.sure[:, :size], jnp.minimum(count, size))
+
     def at(self, index: Int32[Array, "B K"], count: Int32[Array, "B"]) -> Self:
         """Those at K indices, of which the first `count` are drafts."""
         tokens, sure = (jnp.take_along_axis(x, index, axis=1) for x in (self.tokens, self.sure))
@@ -103,11 +107,15 @@ class Drafts:
 
 @struct.dataclass
 class DraftingState(Continuation):
-    """The last token of each row, and the drafts that the next forward pass verifies."""
+    """The drafts that the next forward pass verifies."""
 
-    pending: Int32[Array, "B"]  # the last token, not in the cache yet
-    place: Int32[Array, "B"]  # its position in the text
-    drafts: Drafts  # of the tokens after it
+    drafts: Drafts  # of the tokens after the last one
+
+    @property
+    def last(self) -> tuple[Int32[Array, "B"], Int32[Array, "B"]]:
+        """The last token, which is not in the cache yet, and its position in the text; every row has committed one."""
+        index = jnp.maximum(self.record.count - 1, 0)
+        return entry(self.record.tokens, index), entry(self.record.positions, index)
 
     @property
     def rounds(self) -> Int32[Array, "B"]:
@@ -169,85 +177,82 @@ class Drafting(Continuer):
         B = len(given.length)
         before = jnp.maximum(given.length - P, 0)  # prefilled without masks
         cache = kv.prefill(model, given.replace(length=before), P)
+        s = self.start(DraftingState, layout, keys, cache=cache, drafts=Drafts.none(B, N - 1))
+
         index = jnp.minimum(before[:, None] + jnp.arange(P)[None], given.tokens.shape[1] - 1)
         tokens, places = (jnp.take_along_axis(x, index, axis=1) for x in (given.tokens, given.positions))
-        last = given.length - before - 1
-
-        own = {"pending": entry(tokens, last), "place": entry(places, last), "drafts": Drafts.none(B, N - 1)}
-        s = self.start(DraftingState, layout, keys, cache=cache, **own)
-
-        prefixes = jnp.zeros((B, 1), jnp.int32)
-        ahead = self._next_place(s)[:, None] + _mask_offsets(prefixes, N)
-        fed = jnp.concatenate([tokens, jnp.full(ahead.shape, self.ids.mask_id)], axis=1)
-        visible = kv.visible_to_masks(P, prefixes + last[:, None], N, self.slot_size)
-        x, new = model.extend_hidden(
-            fed, jnp.concatenate([places, ahead], axis=1), cache.entries, cache.length, visible
-        )
+        last, prefixes = given.length - before - 1, jnp.zeros((B, 1), jnp.int32)
+        fed, at, visible = self._with_masks(s, tokens, places, prefixes, prefixes + last[:, None], N)
+        x, new = model.extend_hidden(fed, at, cache.entries, cache.length, visible)
         x = jnp.concatenate([jnp.take_along_axis(x, last[:, None, None], axis=1), x[:, P:]], axis=1)
-        after = self._advance(s, Drafts.none(B, 0), model.logits(x), prefixes)
+        after = self._advance(s, entry(places, last), Drafts.none(B, 0), model.logits(x), prefixes, at[:, P:])
         cache = kv.Cache(kv.write(cache, new).entries, given.length)
         return after.replace(cache=cache, forwards=s.forwards)
 
     def step(self, model: LanguageModel, s: DraftingState) -> DraftingState:
         """One forward pass, in which each row commits the accepted drafts and one more token, and makes new drafts."""
-        N, G = self.best_pass(model, len(s.pending))
-        first = self._next_place(s)
-        usable = jnp.where(first == s.place + 1, s.drafts.count, 0)  # none in the next gap
-        drafts = Drafts(s.drafts.tokens[:, : N - 1], s.drafts.sure[:, : N - 1], jnp.minimum(usable, N - 1))
+        N, G = self.best_pass(model, len(s.active))
+        (token, place), first = s.last, self._next_place(s)
+        usable = jnp.where(first == place + 1, s.drafts.count, 0)  # none in the next gap
+        drafts = s.drafts.cut(N - 1, usable)
         prefixes = drafts.likely_prefixes(G)
 
-        ahead = first[:, None] + _mask_offsets(prefixes, N)
-        fed = jnp.concatenate([s.pending[:, None], drafts.tokens, jnp.full(ahead.shape, self.ids.mask_id)], axis=1)
-        places = jnp.concatenate([s.place[:, None], first[:, None] + jnp.arange(N - 1)[None], ahead], axis=1)
-        visible = kv.visible_to_masks(N, prefixes, N, self.slot_size)
-        logits, cache = kv.extend(model, s.cache, fed, places, visible)
-        return self._advance(s.replace(cache=cache), drafts, logits, prefixes)
+        tokens = jnp.concatenate([token[:, None], drafts.tokens], axis=1)
+        places = jnp.concatenate([place[:, None], first[:, None] + jnp.arange(N - 1)[None]], axis=1)
+        fed, at, visible = self._with_masks(s, tokens, places, prefixes, prefixes, N)
+        logits, cache = kv.extend(model, s.cache, fed, at, visible)
+        return self._advance(s.replace(cache=cache), place, drafts, logits, prefixes, at[:, N:])
 
     def _next_place(self, s: DraftingState) -> Int32[Array, "B"]:
         return entry(s.places.position, jnp.minimum(s.record.count, self.new_tokens - 1))
 
-    def _advance(
-        self, s: DraftingState, drafts: Drafts, logits: Float32[Array, "B _ V"], prefixes: Int32[Array, "B G"]
-    ) -> DraftingState:
-        """The next state, after a forward pass over these drafts, which has written to the cache of `s`.
+    def _with_masks(
+        self, s: DraftingState, tokens: Array, places: Array, prefixes: Array, seen: Array, N: int
+    ) -> tuple[Array, Array, Array]:
+        """(tokens, places, attention mask) of a forward pass over causal tokens, and N masks after each prefix.
 
-        The logits are those at the last token and the drafts, and then at the masks.
+        `seen` [B, G] is the index of the last token that the masks of each prefix see.
         """
-        n, first = 1 + drafts.tokens.shape[1], self._next_place(s)  # n verified places
-        N = (logits.shape[1] - n) // prefixes.shape[1]
-        verified = jnp.broadcast_to(jnp.arange(n), (len(first), n))
-        ahead = jnp.concatenate([verified, _mask_offsets(prefixes, N)], axis=1)
-        places, index = first[:, None] + ahead, jnp.minimum(s.record.count[:, None] + ahead, self.new_tokens - 1)
-        positions = jnp.take_along_axis(s.places.position, index, axis=1)
-        choosable = s.choosable(logits, positions)
-        is_led_up_to = (first == s.place + 1)[:, None]
+        ahead = (self._next_place(s)[:, None] + prefixes)[:, :, None] + jnp.arange(N)[None, None]
+        ahead = ahead.reshape(len(tokens), -1)  # [B, G N]
+        fed = jnp.concatenate([tokens, jnp.full(ahead.shape, self.ids.mask_id)], axis=1)
+        visible = kv.visible_to_masks(tokens.shape[1], seen, N, self.slot_size)
+        return fed, jnp.concatenate([places, ahead], axis=1), visible
+
+    def _advance(
+        self, s: DraftingState, last: Array, drafts: Drafts, logits: Array, prefixes: Array, masks: Array
+    ) -> DraftingState:
+        """The next state, after a forward pass over the last token, these drafts, and N masks after each prefix.
+
+        `last` [B] is the place of the last token, `masks` [B, G N] are those of the masks. The logits are those at the
+        last token and the drafts, and then at the masks. The keys and values are in the cache of `s`.
+        """
+        n, first = 1 + drafts.tokens.shape[1], self._next_place(s)[:, None]  # n verified places
+        places = jnp.concatenate([first + jnp.arange(n)[None], masks], axis=1)
+        number = jnp.minimum(s.record.count[:, None] + places - first, self.new_tokens - 1)
+        to_decode = jnp.take_along_axis(s.places.position, number, axis=1)  # differs from `places` after this gap
+        choosable = s.choosable(logits, to_decode)
+        is_led_up_to = first == last[:, None] + 1  # otherwise the first mask predicts the first token of the gap
         choosable = choosable.at[:, 0].set(jnp.where(is_led_up_to, choosable[:, 0], choosable[:, n]))
         drawn = sample(choosable, jnp.ones_like(places, bool), s.keys, places, s.settings)
 
-        room = run_length((positions == places)[:, :n])  # places of this gap
-        tokens, places = drawn[:, :n], places[:, :n]
+        tokens, room = drawn[:, :n], run_length((to_decode == places)[:, :n])
         accepted = run_length((tokens[:, :-1] == drafts.tokens) & drafts.is_draft)
-        tell(drafts.tokens, places[:, :-1], drafts.is_draft)
-        after, kept = s.commit(s.cache, tokens, places, jnp.minimum(accepted + 1, room))
+        tell(drafts.tokens, places[:, : n - 1], drafts.is_draft)
+        after, kept = s.commit(s.cache, tokens, places[:, :n], jnp.minimum(accepted + 1, room))
+        if masks.shape == prefixes.shape:  # the token of the only mask is known by now
+            return after.replace(drafts=s.drafts.replace(count=jnp.zeros_like(kept)))
 
-        last = jnp.maximum(kept - 1, 0)
-        pending, place, new = entry(tokens, last), entry(places, last), s.drafts.replace(count=jnp.zeros_like(kept))
-        if N > 1:
-            old = s.drafts.replace(count=drafts.count)
-            at_masks = choosable[:, n:]
-            sure = jnp.exp(jnp.max(at_masks, axis=-1) - jax.nn.logsumexp(at_masks, axis=-1))
-            made = Drafts(drawn[:, n:], sure, jnp.full_like(kept, sure.shape[1]))
-            new = _redraft(old, made, prefixes, accepted, kept)
-            tell(new.tokens, place[:, None] + 1 + jnp.arange(new.tokens.shape[1])[None], new.is_draft, new.sure)
-        return after.replace(pending=pending, place=place, drafts=new)
+        at_masks = choosable[:, n:]
+        sure = jnp.exp(jnp.max(at_masks, axis=-1) - jax.nn.logsumexp(at_masks, axis=-1))
+        made = Drafts(drawn[:, n:], sure, jnp.full_like(kept, sure.shape[1]))
+        new = _redraft(s.drafts.replace(count=drafts.count), made, prefixes, accepted, kept)
+        tell(new.tokens, first + kept[:, None] + jnp.arange(new.tokens.shape[1])[None], new.is_draft, new.sure)
+        return after.replace(drafts=new)
 
 
 def _redraft(
-    old: Drafts,
-    made: Drafts,
-    prefixes: Int32[Array, "B G"],
-    accepted: Int32[Array, "B"],
-    kept: Int32[Array, "B"],
+    old: Drafts, made: Drafts, prefixes: Int32[Array, "B G"], accepted: Int32[Array, "B"], kept: Int32[Array, "B"]
 ) -> Drafts:
     """The drafts after a forward pass that accepted some of the old ones, and committed `kept` tokens.
 
@@ -261,8 +266,3 @@ def _redraft(
     new = made.at(which[:, None] * N + jnp.clip(later - seen[:, None], 0, N - 1), N - kept + seen)
     unreached = old.at(jnp.minimum(later, M - 1), old.count - kept)
     return select(seen >= 0, new, unreached)
-
-
-def _mask_offsets(prefixes: Int32[Array, "B G"], N: int) -> Int32[Array, "B _"]:
-    """How far after the next place each of G N masks stands."""
-    return (prefixes[:, :, None] + jnp.arange(N)[None, None]).reshape(len(prefixes), -1)
