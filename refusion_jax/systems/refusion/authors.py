@@ -18,26 +18,11 @@ from refusion_jax.decoding.sampling import run_length, select
 from refusion_jax.decoding.settings import TracedSettings
 from refusion_jax.systems.refusion.canvas import Block
 from refusion_jax.systems.refusion.feed import Feed, Reading
-from refusion_jax.systems.refusion.loop import CHECK, PLAN, PROPOSE, VERIFY, Needs, SlotDecoder, Work, to_commit
+from refusion_jax.systems.refusion.loop import CHECK, PLAN, PROPOSE, VERIFY, SlotDecoder, Work, to_commit
 
 
 class ThresholdInfill(SlotDecoder):
     """Plan and infill with the thresholds of the paper."""
-
-    def needs(self, work: Work, here: Block) -> Needs:
-        """The drafts, and in the phase PROPOSE masks in place of what was not accepted."""
-        verifies, proposes, checks = ((work.phase == phase)[:, None] for phase in (VERIFY, PROPOSE, CHECK))
-        chosen = work.chosen & (verifies | proposes | checks)
-        offset = jnp.arange(self.slot_size)[None, None]
-        size = here.size[:, :, None]
-        is_open = (offset >= work.accepted[:, :, None]) & (offset + 1 < size)
-        return Needs(
-            chosen=chosen,
-            drafted=jnp.where(chosen, jnp.where(proposes, work.accepted, here.size), 0),
-            is_read=is_open & (verifies | checks)[:, :, None],
-            may_plan=(verifies | checks)[:, 0],
-            masks=(chosen & proposes)[:, :, None] & (offset >= work.accepted[:, :, None]) & (offset < size),
-        )
 
     def visible(self, work: Work, feed: Feed) -> Bool[Array, "B W W"]:
         """Which tokens of the feed each one attends to: always itself, and nothing after it.
@@ -54,19 +39,19 @@ class ThresholdInfill(SlotDecoder):
             c2      1  1  1  1   1  1
         """
         M, K = work.drafts.shape[1:]
-        part, slot = feed.source // (M * K), feed.source // K % M
-        is_alone = (work.phase == PROPOSE) | (work.phase == CHECK)
-        sees_all = (part == 1) | ~is_alone[:, None]
+        slot = feed.source // K % M
+        proposes, checks = ((work.phase == phase)[:, None] for phase in (PROPOSE, CHECK))
+        sees_all = ~proposes & ~(checks & feed.is_draft)
         return super().visible(work, feed) & (sees_all[:, :, None] | (slot[:, :, None] == slot[:, None]))
 
     def judge(
-        self, work: Work, here: Block, readings: list[Reading], settings: TracedSettings
+        self, work: Work, here: Block, of_drafts: Reading, of_masks: Reading, settings: TracedSettings
     ) -> tuple[Work, Bool[Array, "B M K"]]:
         """Commits accepted drafts; rows without any draft the rest again."""
         phase, drafts, eos_id = work.phase, work.drafts, self.ids.eos_id
         is_verify, is_propose, is_check = (phase == p for p in (VERIFY, PROPOSE, CHECK))
         offset = jnp.arange(self.slot_size)[None, None]
-        draft_chance = jnp.roll(readings[0].candidate_chance, 1, axis=2)
+        draft_chance = jnp.roll(of_drafts.candidate_chance, 1, axis=2)
         trusted = (draft_chance > settings.token_threshold[:, None, None]) | (offset <= work.accepted[:, :, None])
         runs = jnp.minimum(run_length(trusted), here.size)
         verified = work.chosen, runs, to_commit(work, here, trusted, eos_id)
@@ -79,7 +64,7 @@ class ThresholdInfill(SlotDecoder):
         after = Work(
             phase=jnp.where(is_propose, CHECK, jnp.where(infills, PROPOSE, PLAN)).astype(phase.dtype),
             chosen=chosen,
-            drafts=jnp.where(is_new, readings[2].token, drafts),
+            drafts=jnp.where(is_new, of_masks.token, drafts),
             accepted=runs,
         )
         return after, committed

@@ -21,7 +21,7 @@ from refusion_jax.decoding.sampling import run_length, select
 from refusion_jax.decoding.settings import TracedSettings
 from refusion_jax.systems.refusion.canvas import Block
 from refusion_jax.systems.refusion.feed import Reading
-from refusion_jax.systems.refusion.loop import PLAN, VERIFY, Needs, SlotDecoder, Work, to_commit
+from refusion_jax.systems.refusion.loop import PLAN, VERIFY, SlotDecoder, Work, to_commit
 
 
 @struct.dataclass
@@ -35,15 +35,6 @@ class ExactWork(Work):
 class ExactInfill(SlotDecoder):
     """Plan and infill, exactly as token by token."""
 
-    def needs(self, work: ExactWork, here: Block) -> Needs:
-        """The drafts of rows that verify; logits are needed where they check a later draft of the same slot."""
-        is_verify = work.phase == VERIFY
-        chosen = work.chosen & is_verify[:, None]
-        offset = jnp.arange(self.slot_size)[None, None]
-        is_open = (offset >= work.accepted[:, :, None]) & (offset + 1 < here.size[:, :, None])
-        is_read = is_open & is_verify[:, None, None]
-        return Needs(chosen, jnp.where(chosen, here.size, 0), is_read, is_verify)
-
     def candidates(self, work: ExactWork) -> Int32[Array, "B M K"]:
         return work.planned
 
@@ -51,7 +42,7 @@ class ExactInfill(SlotDecoder):
         return ExactWork(**vars(super().begin(chosen, plan)), planned=plan.token, planned_chance=plan.chance)
 
     def judge(
-        self, work: ExactWork, here: Block, readings: list[Reading], settings: TracedSettings
+        self, work: ExactWork, here: Block, of_drafts: Reading, of_masks: Reading, settings: TracedSettings
     ) -> tuple[ExactWork, Bool[Array, "B M K"]]:
         """(the next work of each row, unless a next plan is ready; the drafts to commit).
 
@@ -61,7 +52,7 @@ class ExactInfill(SlotDecoder):
         final, even if rounding differs in the next forward pass.
         """
         is_verify = work.phase == VERIFY
-        wanted = blend(work, readings[0], settings)
+        wanted = blend(work, of_drafts, settings)
         offset, slot = jnp.arange(self.slot_size)[None, None], jnp.arange(self.block_slots)[None]
         is_final = (work.drafts == wanted) | (offset <= work.accepted[:, :, None])
         committed = to_commit(work, here, is_final, self.ids.eos_id) & is_verify[:, None, None]

@@ -1,13 +1,13 @@
 """The feed: the tokens of one forward pass on top of each row's cache, and what is read from their logits.
 
-A feed has parts, each of which may be empty: drafts of a block's slots, mask tokens that plan slots, and, in the
-authors' infilling, mask tokens in place of drafts. On the grid [parts, M slots, K tokens] most places are empty; the
-feed holds the others contiguously, part by part. Committed tokens are always a prefix of the drafts, so their cache
-entries are a prefix of those that were just written. Example with slots of two: slots b and d were chosen and are
-verified, and the plan for the slots that will remain, a and c, is fed after them:
+A feed has two parts, each of which may be empty: drafts of a block's slots, and mask tokens that plan slots or, in the
+authors' infilling, stand in place of drafts. On the grid [parts, M slots, K tokens] most places are empty; the feed
+holds the others contiguously, part by part. Committed tokens are always a prefix of the drafts, so their cache entries
+are a prefix of those that were just written. Example with slots of two: slots b and d were chosen and are verified, and
+the plan for the slots that will remain, a and c, is fed after them:
 
     grid      drafts  . .   b1 b2   . .   d1 d2        feed    b1 b2 d1 d2 M  M  M  M
-              plan    M M   . .     M M   . .          place   2  3  6  7  8  9  12 13
+              masks   M M   . .     M M   . .          place   2  3  6  7  8  9  12 13
 
 With a vocabulary of 152 k the output head costs more than a layer, and the logits of many places are not needed, such
 as those of the last token of a slot that is verified. So the needed places are processed in portions, and arrays with
@@ -18,7 +18,6 @@ a shard's rows, P packed ones, C places of a portion, V vocabulary, D hidden siz
 """
 
 import dataclasses
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax
@@ -42,7 +41,7 @@ class Part(NamedTuple):
     tokens: Int32[Array, "#B #M #K"]
     is_fed: Bool[Array, "B M K"]
     is_read: Bool[Array, "#B #M #K"]  # whether its logits are needed
-    is_drawn: bool  # whether its tokens are sampled at the request's temperature
+    is_drawn: Bool[Array, "#B #M #K"]  # whether its tokens are sampled at the request's temperature
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,7 +57,7 @@ class Feed:
     is_read: Bool[Array, "B W"]
     length: Int32[Array, "B"]
     source: Int32[Array, "B W"]  # place on the grid
-    place: Int32[Array, "B U"]  # index in the feed of each place of the grid; undefined for empty ones
+    place: Int32[Array, "B 2 M K"]  # index in the feed of each place of the grid; undefined for empty ones
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,13 +69,13 @@ class Reading:
     candidate_chance: Float32[Array, "B M K"]  # at drafts: the probability of `Feed.candidate`
 
 
-def pack(parts: Sequence[Part], candidates: Int32[Array, "B M K"], width: int) -> Feed:
-    """Packs parts, with at most W tokens per row in total, into a feed; the first one is the drafts.
+def pack(drafts: Part, masks: Part, candidates: Int32[Array, "B M K"], width: int) -> Feed:
+    """Packs both parts, with at most W tokens per row in total, into a feed.
 
     `candidates` has, at each draft's place, the token whose probability is wanted; it is read at the token before.
     """
     B, M, K = candidates.shape
-    U, offset = len(parts) * M * K, jnp.arange(K)[None, None]
+    parts, U, offset = (drafts, masks), 2 * M * K, jnp.arange(K)[None, None]
     seen = jnp.cumsum(jnp.stack([part.is_fed for part in parts], axis=1).reshape(B, U), axis=1, dtype=jnp.int32)
     source = jnp.sum(seen[:, None] <= jnp.arange(width)[None, :, None], axis=2, dtype=jnp.int32)
     source = jnp.minimum(source, U - 1)  # padding
@@ -90,14 +89,14 @@ def pack(parts: Sequence[Part], candidates: Int32[Array, "B M K"], width: int) -
     return Feed(
         tokens=pick(part.tokens for part in parts),
         positions=positions,
-        may_end=positions + is_draft >= parts[0].block.ends_from[:, None],
-        candidate=pick([jnp.roll(candidates, -1, axis=2)] * len(parts)),
+        may_end=positions + is_draft >= drafts.block.ends_from[:, None],
+        candidate=pick([jnp.roll(candidates, -1, axis=2)] * 2),
         is_draft=is_draft,
-        is_drawn=jnp.array([part.is_drawn for part in parts])[source // (M * K)],
+        is_drawn=pick(part.is_drawn for part in parts),
         is_read=pick(part.is_read for part in parts) & (jnp.arange(width)[None] < length[:, None]),
         length=length,
         source=source,
-        place=jnp.clip(seen - 1, 0, width - 1),
+        place=jnp.clip(seen - 1, 0, width - 1).reshape(B, 2, M, K),
     )
 
 
@@ -145,12 +144,11 @@ def read(
     draws: tuple[Key[Array, "B"], Key[Array, "B"], TracedSettings],
     ids: TokenIds,
     sizes: Sizes,
-    grid: tuple[int, int, int],
-) -> list[Reading]:
-    """Reads the tokens at all places of a feed whose logits are needed, for each part.
+) -> tuple[Reading, Reading]:
+    """Reads the tokens at all places of a feed whose logits are needed: (of the drafts, of the masks).
 
     `hidden` and `index` come from `run`. `draws` has, for each row, the key for new samples, the key with which the
-    drafts were sampled, and the settings; `grid` is (B, M, K).
+    drafts were sampled, and the settings.
     """
     (B, W), shards, portion = feed.tokens.shape, sizes.shards, sizes.portion
 
@@ -179,8 +177,10 @@ def read(
     portions = (jnp.max(seen[:, -1]) + portion - 1) // portion
     out = jax.lax.fori_loop(0, portions, read_portion, (none.astype(jnp.int32), none, none))
 
-    def on_grid(x: Shaped[Array, "S _"]) -> Shaped[Array, "parts B M K"]:
+    def on_grid(x: Shaped[Array, "S _"]) -> Shaped[Array, "2 B M K"]:
         of_feed = take(x, jnp.maximum(seen - 1, 0)).reshape(B, W)
-        return jnp.moveaxis(jnp.take_along_axis(of_feed, feed.place, axis=1).reshape(B, -1, *grid[1:]), 1, 0)
+        placed = jnp.take_along_axis(of_feed, feed.place.reshape(B, -1), axis=1)
+        return jnp.moveaxis(placed.reshape(feed.place.shape), 1, 0)
 
-    return [Reading(*of_part) for of_part in zip(*map(on_grid, out), strict=True)]
+    of_drafts, of_masks = zip(*map(on_grid, out), strict=True)
+    return Reading(*of_drafts), Reading(*of_masks)

@@ -71,7 +71,7 @@ class Needs(NamedTuple):
     drafted: Int32[Array, "B M"]  # number of tokens of each slot's draft
     is_read: Bool[Array, "B M K"]  # drafts whose logits are needed
     may_plan: Bool[Array, "B"]  # whether the next plan can be fed ahead of time
-    masks: Bool[Array, "B M K"] | None = None  # where mask tokens continue these drafts; None: nowhere, in any phase
+    masks: Bool[Array, "B M K"]  # where mask tokens continue these drafts; only in rows that do not plan
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -149,37 +149,36 @@ class SlotDecoder(Decoder):
         return self.sizes(model, rows).portion
 
     def step(self, model: LanguageModel, s: SlotState) -> SlotState:
-        """One forward pass over drafts, a plan and masks, whose results are used as each row's phase says."""
+        """One forward pass over drafts and masks, whose results are used as each row's phase says."""
         sizes = self.sizes(model, len(s.block))
         here, following = (s.places.block(s.block + i, self.block_slots) for i in (0, 1))
         needs = self.needs(s.work, here)
         plan_block, planned, shape = self.choose_plan(s, needs, here, following, sizes)
 
-        offset = jnp.arange(self.slot_size)[None, None]
-        drafts = Part(here, s.work.drafts, offset < needs.drafted[:, :, None], needs.is_read, is_drawn=True)
-        mask, always = jnp.full((1, 1, 1), self.ids.mask_id), jnp.ones((1, 1, 1), bool)
-        plan_size = jnp.where(planned, plan_block.size, 0)
-        plan = Part(plan_block, mask, offset < plan_size[:, :, None], always, is_drawn=True)
-        rest = [] if needs.masks is None else [Part(here, mask, needs.masks, always, is_drawn=False)]
-        feed = pack([drafts, plan, *rest], self.candidates(s.work), self.width)
+        offset, always = jnp.arange(self.slot_size)[None, None], jnp.ones((1, 1, 1), bool)
+        drafts = Part(here, s.work.drafts, offset < needs.drafted[:, :, None], needs.is_read, always)
+        is_plan = offset < jnp.where(planned, plan_block.size, 0)[:, :, None]
+        mask = jnp.full((1, 1, 1), self.ids.mask_id)
+        masks = Part(plan_block, mask, is_plan | needs.masks, always, ~needs.masks)
+        feed = pack(drafts, masks, self.candidates(s.work), self.width)
         hidden, index, new = run(model, s.cache, feed, self.visible(s.work, feed), shape, sizes, self.block)
         fold_in = jax.vmap(jax.random.fold_in)
         draws = fold_in(s.keys, s.rounds), fold_in(s.keys, s.rounds - 1), s.settings
-        readings = read(model, hidden, index, feed, draws, self.ids, sizes, s.work.drafts.shape)
+        of_drafts, of_masks = read(model, hidden, index, feed, draws, self.ids, sizes)
 
         tell(s.work.drafts, here.start[:, :, None] + offset, drafts.is_fed)
-        tell(readings[1].token, plan_block.start[:, :, None] + offset, plan.is_fed, readings[1].chance)
+        tell(of_masks.token, plan_block.start[:, :, None] + offset, is_plan, of_masks.chance)
 
-        work, committed = self.judge(s.work, here, readings, s.settings)
+        work, committed = self.judge(s.work, here, of_drafts, of_masks, s.settings)
         after = s.replace(cache=kv.write(s.cache, new), work=work)
         after = self.commit(after, s.work.drafts, committed, following, feed)
 
         # The next plan is ready if it was fed and all drafts before it were committed.
         is_valid = jnp.sum(committed, axis=(1, 2)) == jnp.sum(needs.drafted, axis=1)
         is_ready = jnp.any(planned, axis=1) & is_valid & after.active
-        chosen = choose_slots(after.remaining, plan_block, readings[1].chance[:, :, 0], s.settings)
+        chosen = choose_slots(after.remaining, plan_block, of_masks.chance[:, :, 0], s.settings)
         return after.replace(
-            work=select(is_ready, self.begin(chosen, readings[1]), after.work),
+            work=select(is_ready, self.begin(chosen, of_masks), after.work),
             forwards=s.forwards + 1,
             plans=s.plans + is_ready,
             plan_hits=s.plan_hits + (needs.may_plan & is_valid),
@@ -189,23 +188,22 @@ class SlotDecoder(Decoder):
     def choose_plan(
         self, s: SlotState, needs: Needs, here: Block, following: Block, sizes: Sizes
     ) -> tuple[Block, Bool[Array, "B M"], Int32[Array, ""]]:
-        """(the block of each row's plan, its planned slots; the shape to run).
+        """(the block of each row's masks, its planned slots; the shape to run).
 
-        A row in the phase PLAN plans what remains of its block. The others plan ahead if speculation has room: the
+        A row in the phase PLAN plans what remains of its block. Others may plan ahead if speculation has room: the
         slots that remain if all their drafts are accepted or, if none remain, those of the following block.
         """
         is_planning = s.work.phase == PLAN
         rest = s.remaining & ~needs.chosen
         is_last = ~jnp.any(rest, axis=1)
-        plan_block = select(is_last, following, here)
+        plan_block = select(is_last & needs.may_plan, following, here)
         # After a draft with an EOS a plan is lost: either the EOS is rejected, or what follows it is not committed.
         has_eos = jnp.any(needs.chosen[:, :, None] & (s.work.drafts == self.ids.eos_id), axis=(1, 2))
         may_plan = needs.may_plan & ~has_eos
         next_slots = jnp.where(is_last[:, None], (following.size > 0) & ~s.ended[:, None], rest) & may_plan[:, None]
 
         planned = is_planning[:, None] & s.remaining
-        needed = jnp.sum(needs.drafted + jnp.where(planned, here.size, 0), axis=1)
-        needed += 0 if needs.masks is None else jnp.sum(needs.masks, axis=(1, 2))
+        needed = jnp.sum(needs.drafted + jnp.where(planned, here.size, 0) + jnp.sum(needs.masks, axis=2), axis=1)
         next_plan = jnp.sum(jnp.where(next_slots, plan_block.size, 0), axis=1)
         requested = jnp.where((s.settings.budget != 0) & (needed + next_plan <= self.width), next_plan, 0)
         is_auto, shards = s.settings.budget < 0, sizes.shards
@@ -243,8 +241,22 @@ class SlotDecoder(Decoder):
         )
 
     def needs(self, work: Work, here: Block) -> Needs:
-        """The tokens that each row's phase needs; `here` is its block."""
-        raise NotImplementedError
+        """The tokens that each row's phase needs; `here` is its block.
+
+        Drafts, or in the phase PROPOSE their accepted prefixes, and masks in place of the rest. Logits are needed where
+        they check a later draft of the same slot.
+        """
+        verifies, proposes, checks = ((work.phase == phase)[:, None] for phase in (VERIFY, PROPOSE, CHECK))
+        chosen = work.chosen & (verifies | proposes | checks)
+        offset, size = jnp.arange(self.slot_size)[None, None], here.size[:, :, None]
+        is_open = offset >= work.accepted[:, :, None]
+        return Needs(
+            chosen=chosen,
+            drafted=jnp.where(chosen, jnp.where(proposes, work.accepted, here.size), 0),
+            is_read=is_open & (offset + 1 < size) & (verifies | checks)[:, :, None],
+            may_plan=(verifies | checks)[:, 0],
+            masks=is_open & (offset < size) & (chosen & proposes)[:, :, None],
+        )
 
     def candidates(self, work: Work) -> Int32[Array, "B M K"]:
         """The token of each place whose probability is wanted, given the drafts before it."""
@@ -261,12 +273,9 @@ class SlotDecoder(Decoder):
         return Work(jnp.full(chosen.shape[:1], VERIFY, jnp.int32), chosen, plan.token, none)
 
     def judge(
-        self, work: Work, here: Block, readings: list[Reading], settings: TracedSettings
+        self, work: Work, here: Block, of_drafts: Reading, of_masks: Reading, settings: TracedSettings
     ) -> tuple[Work, Bool[Array, "B M K"]]:
-        """(the next work of each row, unless a next plan is ready; the drafts to commit).
-
-        `readings` are those of the drafts, of the plan and, if the decoder reads any, of the masks.
-        """
+        """(the next work of each row, unless a next plan is ready; the drafts to commit)."""
         raise NotImplementedError
 
 
