@@ -7,7 +7,7 @@ Axes: B rows, T row length, N tokens per forward at most, M = N - 1 drafts, V vo
 """
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import ClassVar
 
 import jax.numpy as jnp
@@ -101,15 +101,15 @@ class Speculative(LeftToRight):
         return after, tokens, kept
 
 
-def reference(model: LanguageModel, request: Request) -> dict:
+def reference(model: LanguageModel, request: Request, from_masks: Collection[int] = ()) -> dict:
     """One token per forward in plain Python: one request, no cache, greedy. Gaps are filled in text order.
 
     A token is predicted by the one before it in the text if that was committed last, otherwise (in decoders that fill
-    gaps) by a mask. Both see all committed tokens.
+    gaps) and at the places `from_masks` by a mask. Both see all committed tokens.
     """
     plain = ReferenceDecoder(model, request)
     for place in plain.places:
-        mask = [] if next(reversed(plain.text)) == place - 1 else [place]
+        mask = [place] if place in from_masks or next(reversed(plain.text)) != place - 1 else []
         fed = [*plain.text, *mask]
         plain.text[place] = plain.best(plain.forward("next", plain.tokens(fed), fed)[-1], place)
         if plain.has_ended:

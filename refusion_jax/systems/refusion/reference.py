@@ -11,6 +11,7 @@ from jaxtyping import Bool
 from refusion_jax.decoding.reference import ReferenceDecoder
 from refusion_jax.decoding.requests import Request
 from refusion_jax.model.interface import LanguageModel
+from refusion_jax.systems import ar
 from refusion_jax.systems.refusion.canvas import ranks, slots_a_block, slots_of
 from refusion_jax.systems.refusion.settings import CONFIDENCE
 
@@ -159,17 +160,4 @@ def infill_by_threshold(
 
 def one_by_one(model: LanguageModel, request: Request) -> dict:
     """The decoder `sequential`: slots in text order, first tokens from a mask, the others from the token before."""
-    text = CommittedText(model, request)
-    for slot in text.slots:
-        for place in slot:
-            if place == slot[0]:
-                p = text.probabilities("first", {place: text.ids.mask_id})[place]
-            else:  # the last committed token is fed again in place of its committed copy
-                text.seen = text.seen[:-1, :-1]
-                last = dict([text.text.popitem()])
-                (p,) = text.probabilities("next", last).values()
-                text.commit(last)
-            text.commit({place: text.best(p, place)})
-            if text.has_ended:
-                return text.result()
-    return text.result()
+    return ar.reference(model, request, from_masks=frozenset(slot[0] for slot in slots_of(request)))
