@@ -40,12 +40,18 @@ def for_one_cpu(model: LanguageModel, rounded: str = "same") -> LanguageModel:
     known, was_in_int8, twin = _twins.get(model, ([], in_int8, model))
     is_same = len(known) == len(weights) and all(map(operator.is_, known, weights))
     if not is_same or was_in_int8 != in_int8:
-        twin = nnx.merge(*nnx.split(model))
-        for _, module in [*nnx.iter_modules(twin)]:
-            for name, stack in [*vars(module).items()]:
-                if isinstance(stack, Layers):
-                    stack.put_outputs_first()
-                    apart = (stack.cut(number, number + 1) for number in range(stack.first, stack.end))
-                    setattr(module, name, stack if in_int8 else nnx.List(apart))
+        twin = _in_layout(model, in_int8)
         _twins[model] = weights, in_int8, twin
+    return twin
+
+
+def _in_layout(model: LanguageModel, in_int8: bool) -> LanguageModel:
+    """A copy of the model with transposed weights, and separate layers unless they are in int8."""
+    twin = nnx.merge(*nnx.split(model))
+    stacks = [(m, name) for _, m in nnx.iter_modules(twin) for name in vars(m) if isinstance(getattr(m, name), Layers)]
+    for module, name in stacks:
+        stack = getattr(module, name)
+        stack.put_outputs_first()
+        if not in_int8:
+            setattr(module, name, nnx.List(stack.cut(at, at + 1) for at in range(stack.first, stack.end)))
     return twin
