@@ -1,8 +1,10 @@
 """`plan` as a command, where nothing is compiled: names of slices, programs of other frameworks, and estimates."""
 
+import dataclasses
 import importlib.metadata
 import importlib.util
 import json
+import math
 import os
 import re
 import subprocess
@@ -10,9 +12,11 @@ import sys
 import tomllib
 from types import SimpleNamespace
 
+import jax
 import jax.numpy as jnp
 import pytest
 from conftest import ROOT, config_with, refused, run
+from flax import nnx
 from helpers import config_of_mine, load_config, wait_until
 from test_costs import LOOP
 
@@ -23,11 +27,14 @@ from refusion_jax.config import make_objective
 from refusion_jax.config.model import model_config
 from refusion_jax.distributed.chips import NAMES, find_chip, topology_of
 from refusion_jax.distributed.xla_options import LIBTPU, version_mismatch
+from refusion_jax.model.transformer import Transformer
 from refusion_jax.planning import hlo
 from refusion_jax.planning.compiler import Compiled, libtpu_version, prepare_environment
 from refusion_jax.planning.fastest import faster_settings
+from refusion_jax.planning.programs import lower_decode
 from refusion_jax.planning.report import plan_train, to_table
 from refusion_jax.planning.search import search
+from refusion_jax.systems.api import DecodeSettings
 from refusion_jax.systems.interface import train_flops_per_row
 
 needs_topologies = pytest.mark.skipif(
@@ -163,6 +170,24 @@ def test_of_a_model_that_is_read_the_forward_pass_counts(tmp_path, monkeypatch):
     trained = train_flops_per_row(make_objective(config, 0), shape, config.row_length)
     head = 2 * config.row_length * 2 * shape.hidden_size * shape.vocab_size  # blocks and text
     assert record["model_flops_per_chip"] == pytest.approx(8 / 4 * (trained * 4 / 3 - head))
+
+
+@needs_topologies
+def test_a_decoder_with_a_drafter_is_planned_with_the_weights_of_both(tmp_path):
+    """The drafter's tokenizer may not fill the vocabulary, as that of a config is taken to do."""
+    config = config_with(objective="ar")
+    shape = model_config(config)
+    drafter = dataclasses.replace(shape, num_hidden_layers=1, num_tokens=shape.num_tokens - 9)
+    write_model_config(tmp_path, drafter)
+    save_params(tmp_path, {"nothing": jnp.zeros(1)})
+    prepare_environment()
+    settings = DecodeSettings("pard", drafter=str(tmp_path), max_new_tokens=8, draft_length=3)
+    planned = lower_decode(config.to_json(), "v5e:2x2", 1, settings).args_info
+    models = [nnx.eval_shape(lambda c=c: Transformer(c, nnx.Rngs(0))) for c in (shape, drafter)]
+    weights = [x.size for x in jax.tree.leaves(nnx.state(models))]
+    assert sum(math.prod(x.shape) for x in jax.tree.leaves(planned) if x.dtype == jnp.float32) >= sum(weights)
+    with pytest.raises(UserError, match="the decoder 'pard' needs a model here"):
+        lower_decode(config.to_json(), "v5e:2x2", 1, DecodeSettings("pard", max_new_tokens=8))
 
 
 @needs_topologies

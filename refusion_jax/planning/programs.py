@@ -3,21 +3,28 @@
 Configs are passed as JSON, because these functions are called in a child process.
 """
 
+import dataclasses
 import json
 import math
 
 import jax
 import jax.numpy as jnp
 import ml_collections
+from etils import epath
+from flax import nnx
 
+from refusion_jax.checkpoints.contents import read_model_config
 from refusion_jax.cli.errors import SettingError
 from refusion_jax.config import check, check_mesh
 from refusion_jax.config.model import model_config
 from refusion_jax.decoding import queue
+from refusion_jax.decoding.auxiliary import check_auxiliaries, with_auxiliaries
 from refusion_jax.decoding.memory import admissions
 from refusion_jax.decoding.requests import prepare
 from refusion_jax.decoding.settings import Settings
 from refusion_jax.distributed import sharding
+from refusion_jax.model.interface import LanguageModel
+from refusion_jax.model.shape import ModelConfig
 from refusion_jax.model.transformer import abstract_transformer
 from refusion_jax.planning.compiler import tpu_devices
 from refusion_jax.systems.api import decoder_for
@@ -59,9 +66,19 @@ def lower_decode(config: str, topology: str, slices: int, settings: Settings) ->
             rows,
             f"does not divide into {parts} parts; the next size that does is {-(-rows // parts) * parts}",
         )
-    graphdef, target = abstract_transformer(
-        shape, c.dtype, mesh, "config.mesh", settings.head_rows, settings.weights, settings.cache
+    check_auxiliaries(settings, settings)
+
+    def abstract_model(shape: ModelConfig, head_rows: int = 0) -> LanguageModel:
+        kinds = head_rows, settings.weights, settings.cache
+        return nnx.merge(*abstract_transformer(shape, c.dtype, mesh, "config.mesh", *kinds))
+
+    paths = {name: epath.Path(getattr(settings, name)) for name in settings.auxiliary_models}
+    tokens = {"num_tokens": shape.num_tokens, "eos_token_id": shape.eos_token_id}  # as if of the same tokenizer
+    others = {name: dataclasses.replace(read_model_config(path), **tokens) for name, path in paths.items()}
+    model = with_auxiliaries(
+        abstract_model(shape, settings.head_rows), **{name: abstract_model(other) for name, other in others.items()}
     )
+    graphdef, target = nnx.split(model)
     requests = prepare([[0] * length], settings, shape)
     decoder = decoder_for(requests, shape)
     newcomers = queue.newcomers({0: requests[0]}, admissions(rows, mesh)[-1], rows, decoder)
