@@ -65,11 +65,7 @@ compile_few_shapes()
 jax.devices()  # XLA reads its flags now: what plans for TPUs takes those away that make it compile quickly
 
 hypothesis.settings.register_profile(  # the same examples each time, and no fault of theirs where the machine is busy
-    "refusion",
-    derandomize=True,
-    deadline=None,
-    database=None,
-    suppress_health_check=[hypothesis.HealthCheck.too_slow],
+    "refusion", derandomize=True, deadline=None, database=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
 )
 hypothesis.settings.load_profile("refusion")
 

@@ -60,10 +60,7 @@ BAD = {
     "unknown flag": ([*TRAIN, "--wrokdir=x"], "Unknown command line flag 'wrokdir'"),
     "wrong type": ([*TRAIN, NEW, "--config.steps=many"], "config.steps"),
     "argument that is no flag": ([*TRAIN, NEW, "steps=3"], "unexpected argument 'steps=3': every setting is a --flag"),
-    "no config file": (
-        ["train", "--config=configs/quick.py", NEW],
-        "--config=configs/quick.py: no such file; here",
-    ),
+    "no config file": (["train", "--config=configs/quick.py", NEW], "--config=configs/quick.py: no such file; here"),
     "config file that raises": (
         ["train", "--config={dir}/raises.py", NEW],
         "raises.py: ZeroDivisionError: division by zero",
@@ -83,10 +80,7 @@ BAD = {
         [*TRAIN, "--workdir={run}", "--config.learning_rate=1e-4", "--config.seed=1"],
         "holds a run with another config (differs in learning_rate, seed)",
     ),
-    "missing data": (
-        [*TRAIN, NEW, DATA + "none.jsonl"],
-        "none.jsonl does not exist (built in: tasks,",
-    ),
+    "missing data": ([*TRAIN, NEW, DATA + "none.jsonl"], "none.jsonl does not exist (built in: tasks,"),
     "blank text": (
         [*TRAIN, NEW, DATA + "blank.txt"],
         "blank.txt: cannot train a tokenizer of 512 pieces on this corpus: it has no characters but blanks",
@@ -111,10 +105,7 @@ BAD = {
     "malformed prompt": ([*GENERATE, "--input={dir}/prompts.jsonl"], 'prompts.jsonl:2: must be {"prompt": "text"} or'),
     "prompts that are no prompts": ([*GENERATE, "--input={dir}/blank.jsonl"], "blank.jsonl holds no prompt"),
     "method of another model": ([*GENERATE, "--prompt=x", "--decode.method=ar"], "which decodes with refusion or seq"),
-    "impossible decode setting": (
-        [*GENERATE, "--prompt=x", "--decode.slot_size=0"],
-        "--decode.slot_size=0: must be",
-    ),
+    "impossible decode setting": ([*GENERATE, "--prompt=x", "--decode.slot_size=0"], "--decode.slot_size=0: must be"),
     "template without gaps": ([*GENERATE, "--input={dir}/gapless.jsonl"], "gapless.jsonl:1: a template needs gaps"),
     "batch beyond memory": (
         [*GENERATE, "--input={dir}/many.jsonl", "--decode.batch_size=1000000", "--decode.cache_length=30000000"],

@@ -104,10 +104,7 @@ def test_the_keys_that_must_hold_are_there():
         ({"eval.decode": "temprature=1"}, "'temprature' is not a setting; did you mean temperature?"),
         ({"learning_rate": 0.0}, "learning_rate=0.0: must be above 0"),
         ({"weight_decay": -1.0}, "weight_decay=-1.0: must be at least 0"),
-        (
-            {"batch_size": 30, "accumulation": 4},
-            "batch_size=30: must be a multiple of accumulation=4",
-        ),
+        ({"batch_size": 30, "accumulation": 4}, "batch_size=30: must be a multiple of accumulation=4"),
         ({"slots.sizes": (4, 0)}, "slots.sizes=.*one or more whole sizes of 1 to"),
         ({"slots.eps": 1.0}, "slots.eps=1.0: must be below 1"),
         ({"profile_steps": (3, 2)}, "profile_steps=.*must be a first and a last step"),
@@ -155,10 +152,7 @@ def test_a_missing_key_is_refused():
 @pytest.mark.parametrize(
     ("keys", "said"),
     [
-        (
-            {"batch_size": 12},
-            r"batch_size=12: does not divide into 8 parts \(mesh.replica x mesh.data x",
-        ),
+        ({"batch_size": 12}, r"batch_size=12: does not divide into 8 parts \(mesh.replica x mesh.data x"),
         ({"batch_size": 40, "accumulation": 2}, "x accumulation.*the next size that does is 48"),
         ({"mesh.tensor": 8, "model.num_attention_heads": 8}, "num_key_value_heads=2: does not divide into 8 parts"),
         ({"mesh.sequence": 8, "row_length": 1001}, "row_length=1001: does not divide.*the next size that does is 1008"),

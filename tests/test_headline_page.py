@@ -199,10 +199,7 @@ def test_the_page_has_the_rates_that_were_tried():
     whole = dataclasses.replace(
         RESULTS,
         about=about,
-        runs=[
-            *begun,
-            comparison._continued(begun[0], continued),
-        ],
+        runs=[*begun, comparison._continued(begun[0], continued)],
         sweep=[run_of | {"system": "ar", "learning_rate": 0.1, "losses": [{"eval_loss": 0.5}]}],
         tpu_estimates=estimates,
     )

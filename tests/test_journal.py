@@ -59,14 +59,7 @@ def test_nothing_is_made_before_the_first_answer_and_the_file_alone_remains_afte
 
 def test_lines_that_make_no_sense_are_left_out(tmp_path):
     path = tmp_path / "j"
-    junk = [
-        b"\0" * 9,
-        b"[]",
-        b'{"key": 9, "record": {}}',
-        b'{"key": true, "record": {}}',
-        b'{"key": 1}',
-        b"[" * 9999,
-    ]
+    junk = [b"\0" * 9, b"[]", b'{"key": 9, "record": {}}', b'{"key": true, "record": {}}', b'{"key": 1}', b"[" * 9999]
     path.write_bytes(b"\n".join([json.dumps({"call": CALL}).encode(), *junk, b'{"key": 2, "record": {"id": 2}}', b""]))
     assert Journal(path, CALL, range(5)).records == {2: {"id": 2}}
 

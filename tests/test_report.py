@@ -66,10 +66,7 @@ def others(tmp_path_factory, trained_run):
     wrong = [None, -1e999, float("nan"), 10**400, "1", [], {"x": 1}, True, 1e29, -0.5]
     strange = [{"step": i, "tokens": 10 * i, "loss": x, f"eval_{HOSTILE}": i} for i, x in enumerate(wrong)]
     strange += [{"step": 90, "tokens": wrong[3], "loss": 1.0}, {"step": 91, "tokens": 900, "eval_\ud800$x$": 2.0}]
-    for workdir, metrics, answers in (
-        (live, records, samples),
-        (hostile, strange, [*broken, {"step": "x"} | sample]),
-    ):
+    for workdir, metrics, answers in ((live, records, samples), (hostile, strange, [*broken, {"step": "x"} | sample])):
         workdir.mkdir()
         shutil.copy(trained_run / "events.jsonl", workdir)
         config = json.loads((trained_run / "config.json").read_text()) | {"steps": 80, "learning_rate": 0.5}
