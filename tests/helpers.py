@@ -223,8 +223,8 @@ class Bytes:
         return bytes(ids).decode(errors="replace")
 
 
-def write_tokenizer(path: Path, **changes) -> Path:
-    """A byte-level BPE tokenizer of Qwen3's kind, as transformers saves it."""
+def write_tokenizer(path: Path, also=(), **changes) -> Path:
+    """A byte-level BPE tokenizer of Qwen3's kind, as transformers saves it; `also` are further special tokens."""
     path.mkdir(exist_ok=True)
     tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -234,7 +234,7 @@ def write_tokenizer(path: Path, **changes) -> Path:
         vocab_size=300, special_tokens=[], initial_alphabet=alphabet, show_progress=False
     )
     tokenizer.train_from_iterator(["What is the number? It is the number."] * 9, trainer)
-    tokenizer.add_special_tokens(_SPECIAL)
+    tokenizer.add_special_tokens([*_SPECIAL, *also])
     config = {key: value for key, value in (_CONFIG | changes).items() if value is not None}
     if (bos := changes.get("bos_token")) and "add_bos_token" not in changes:  # it begins texts, as Llama's does
         bos = bos["content"] if isinstance(bos, dict) else bos

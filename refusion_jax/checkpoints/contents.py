@@ -14,7 +14,7 @@ from refusion_jax.checkpoints.directory import find_step
 from refusion_jax.checkpoints.weights import stored_dtype
 from refusion_jax.cli.errors import SettingError, UserError, naming
 from refusion_jax.cli.settings import scope
-from refusion_jax.data.fast_tokenizer import find_tokenizer_file, load_tokenizer_file
+from refusion_jax.data.fast_tokenizer import MASK_TOKEN, find_tokenizer_file, load_tokenizer_file
 from refusion_jax.data.interface import Tokenizer
 from refusion_jax.data.tokenizer import MASK_PIECE
 from refusion_jax.decoding.requests import Request
@@ -81,7 +81,8 @@ def tokenizer_place(path: epath.Path) -> epath.Path:
 def find_objective(path: epath.Path) -> str | None:
     """The system that trained a model, if known.
 
-    A Hugging Face directory without a mask token is a plain language model; one line says so.
+    A Hugging Face directory whose config.json names no mask token is a plain language model, as one line says, unless
+    its tokenizer has ReFusion's. Another one in the vocabulary, such as Gemma's, need not have been trained.
     """
     if peft.is_peft(path) and (trained_by := peft.find_objective(path)):
         return trained_by
@@ -91,10 +92,11 @@ def find_objective(path: epath.Path) -> str | None:
     config = huggingface_config.read_config(path, releases())
     if config.refusion_jax.objective or config.mask_token_id is not None:
         return config.refusion_jax.objective
-    if (tokenizer := find_tokenizer(path)) and not tokenizer.adds_mask:
+    tokenizer = find_tokenizer(path)
+    if tokenizer and not tokenizer.adds_mask and tokenizer.name_of(tokenizer.mask_id) == MASK_TOKEN:
         return None
     plain = system_of(default_decoder(PLAIN)).name
-    line = "%s has no mask token: a plain language model, which nobody has adapted; %s decodes it"
+    line = "%s/config.json names no mask token: a plain language model, which nobody has adapted; %s decodes it"
     logging.log_first_n(logging.WARNING, line, 1, path, plain)
     return plain
 

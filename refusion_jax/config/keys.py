@@ -132,7 +132,9 @@ _DATA = {
         "a sentencepiece model or Hugging Face tokenizer.json; empty: that of prepared data, or a new one of "
         "model.vocab_size pieces, trained on the data",
     ),
-    "mask_piece": Setting("<mask>", "the tokenizer's piece that stands for a masked token"),
+    "mask_piece": Setting(
+        "<mask>", "the tokenizer's piece that stands for a masked token; with init_from that model's, if it has one"
+    ),
     "thinking": _one_of("unset | true | false", "`enable_thinking` of the chat template; the trained model keeps it"),
     "turns": _one_of("last | all", "which answers of a conversation are trained on; each sees the turns before it"),
     "query_field": Setting("", "JSON field of the prompt; empty: query, question or prompt, whichever is there"),

@@ -14,6 +14,7 @@ from refusion_jax.config.keys import keys
 from refusion_jax.config.run_config import absolute_path, read_config
 from refusion_jax.data.fast_tokenizer import first_difference
 from refusion_jax.data.interface import Tokenizer
+from refusion_jax.data.tokenizer import MASK_PIECE
 from refusion_jax.model.huggingface_config import is_huggingface
 from refusion_jax.model.shape import OPTIONAL, ModelConfig
 from refusion_jax.systems.registry import find_system
@@ -28,10 +29,10 @@ SIZES = (
 def adopt_shape(config: ml_collections.ConfigDict, workdir: epath.Path | None = None) -> None:
     """Sets the keys of config.model that have their default values to those of the model that a run starts from.
 
-    Without init_from the shape stays as it is. If the run has already begun in `workdir`, its own config counts, since
-    its source may be gone, and so do its steps computed from epochs; from other epochs they follow only once the rows
-    are known. A config with another shape is refused. For planning, without `workdir`, the source of a config that has
-    a shape of its own need not be there.
+    The same goes for data.mask_piece, if that model has a mask token. Without init_from all stay as they are. If the
+    run has already begun in `workdir`, its own config counts, since its source may be gone, and so do its steps
+    computed from epochs; from other epochs they follow only once the rows are known. A config with another shape is
+    refused. For planning, without `workdir`, the source of a config that has a shape of its own need not be there.
 
     With adapters, a run in init_from becomes its step that is the newest when they begin: others may follow.
     """
@@ -47,10 +48,13 @@ def adopt_shape(config: ml_collections.ConfigDict, workdir: epath.Path | None = 
         raise UserError(f"--config.init_from={source} is not a directory")
     with naming("--config.init_from"):
         there = began.model if began else dataclasses.asdict(read_model_config(source))
+        own = None if began else find_tokenizer(source)
         if config.lora.rank and not began:
             config.init_from = str(newest_step(source))
     if config.lora.rank and began and epath.Path(began.init_from).is_relative_to(absolute_path(config.init_from)):
         config.init_from = began.init_from
+    if config.data.mask_piece == MASK_PIECE and (began or (own and not own.adds_mask)):
+        config.data.mask_piece = began.data.mask_piece if began else own.name_of(own.mask_id)
     for name, default in default_config().model.items():
         if config.model[name] == default:
             config.model[name] = there[name]
