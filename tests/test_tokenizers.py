@@ -79,6 +79,17 @@ def test_a_bos_token_that_is_named_begins_texts_only_where_they_begin_so_in_tran
     assert (tokenizer.bos_id >= 0) == adds
 
 
+def test_a_token_with_a_role_is_special_whatever_tokenizer_json_says_of_it(tmp_path):
+    plain, file = load(tmp_path), tmp_path / "tokenizer.json"
+    content = json.loads(file.read_text())
+    content["added_tokens"] = [token | {"special": token["content"] != EOS} for token in content["added_tokens"]]
+    file.write_text(json.dumps(content))
+    tokenizer, text = load_tokenizer_file(file, "<mask>"), ["a" + EOS]
+    assert tokenizer.encode(text) == plain.encode(text)
+    assert tokenizer.encode_chat(text) == plain.encode_chat(text) == [[*plain.encode(["a"])[0], plain.eos_id]]
+    assert tokenizer.decode([*plain.encode(["a"])[0], plain.eos_id]) == "a"
+
+
 def test_a_tokenizer_that_fails_at_a_text_is_named(tmp_path):
     path = write_tokenizer(tmp_path, chat_template=None)
     model = {"type": "WordLevel", "vocab": {"<|im_end|>": 0}, "unk_token": "gone"}

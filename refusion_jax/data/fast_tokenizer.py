@@ -45,7 +45,8 @@ class _Config(pydantic.BaseModel):
     added_tokens_decoder: dict[int, _Token] = {}
     chat_template: str | None = None
     enable_thinking: bool | None = None  # ours: how a model was trained
-    add_bos_token: bool | None = None  # whether texts begin with it; None: as tokenizer.json says
+    # Whether texts begin with it; None: as tokenizer.json says.
+    adds_bos: bool | None = pydantic.Field(None, alias="add_bos_token")
     bos_token: _Token | str | None = None
     eos_token: _Token | str | None = None
     pad_token: _Token | str | None = None
@@ -103,13 +104,16 @@ class FastTokenizer(Tokenizer):
             if adapters.exists() and not (model / "config.json").exists():
                 model = epath.Path(str(read_json(adapters).get("base_model_name_or_path")))
             self._end_as_in_turns(read_ends(model))
+        # As in transformers, tokens with a role are special ones, also if tokenizer.json does not list them as such.
+        named = [token for token in self._special.values() if self._tokenizer.token_to_id(token) is not None]
+        self._tokenizer.add_special_tokens(named)
         ids = {kind: self._tokenizer.token_to_id(self._special.get(f"{kind}_token", "")) for kind in _KINDS}
         if ids["eos"] is None:
             raise UserError(f"{file} names no eos_token")
         bos_id, self.eos_id, pad_id = (-1 if found is None else found for found in ids.values())
         # SmolLM2, among others, names a bos token that never begins a text.
         begins = self._tokenizer.encode("").ids[:1] == [bos_id]
-        self.bos_id = bos_id if (begins if config.add_bos_token is None else config.add_bos_token) else -1
+        self.bos_id = bos_id if (begins if config.adds_bos is None else config.adds_bos) else -1
         self.pad_id = -1 if pad_id == self.eos_id else pad_id  # decoders never write padding, but must write EOS
         self.mask_id = self._find_mask(mask_piece)
         (self._letter,) = self.encode(["a"])
