@@ -223,7 +223,8 @@ def test_prompts_of_adapters_are_written_by_the_tokenizer_that_lies_with_them(so
 
 
 def test_adapters_of_some_layers_alone_are_refused_by_the_tensor_that_is_missing(source, tmp_path):
-    """As `peft` writes them with `layers_to_transform`."""
+    """As `peft` writes them with `layers_to_transform`, next to the config.json of the model, as some trainers do."""
+    shutil.copy(source / "config.json", tmp_path)
     (tmp_path / "adapter_config.json").write_text(json.dumps(ADAPTERS | {"base_model_name_or_path": str(source)}))
     q_proj = load_file(source / "model-00001-of-00001.safetensors")["model.layers.1.self_attn.q_proj.weight"]
     sides = {"A": np.zeros((2, q_proj.shape[1]), np.float32), "B": np.zeros((q_proj.shape[0], 2), np.float32)}

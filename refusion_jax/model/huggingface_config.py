@@ -14,6 +14,7 @@ from refusion_jax.data.fast_tokenizer import read_ends
 from refusion_jax.data.interface import Tokenizer
 from refusion_jax.distributed.json_files import read_json, to_type
 from refusion_jax.model.families import FAMILIES, Family, Release
+from refusion_jax.model.peft import is_peft
 from refusion_jax.model.shape import OPTIONAL, ModelConfig, RareFields, to_model_config
 
 _SECTION = "refusion_jax"  # of a config.json that we write: what transformers has no keys for
@@ -84,8 +85,8 @@ _SHARED = [field.name for field in dataclasses.fields(ModelConfig) if field.name
 
 
 def is_huggingface(path: epath.Path) -> bool:
-    """Whether a directory is a Hugging Face model, and not one of our runs, which have a config.json, too."""
-    return (path / "config.json").exists() and not (path / "model.json").exists()
+    """Whether a directory is a Hugging Face model, and not a run of ours or adapters, which have a config.json, too."""
+    return (path / "config.json").exists() and not (path / "model.json").exists() and not is_peft(path)
 
 
 def read_model_config(

@@ -18,7 +18,7 @@ from refusion_jax.distributed.json_files import read_json
 from refusion_jax.distributed.storage import write_file
 from refusion_jax.model.families import NAMES
 from refusion_jax.model.lora import INPUTS, Lora, pair_of
-from refusion_jax.model.tensor_files import Tensors
+from refusion_jax.model.tensor_files import INDEX, MODEL, Tensors
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _OF_NO_EFFECT = frozenset(  # on the adapters in the file
@@ -51,8 +51,8 @@ class _Config(pydantic.BaseModel):
 
 
 def is_peft(path: epath.Path) -> bool:
-    """Whether a directory holds adapters of `peft`, and not the model itself."""
-    return (path / CONFIG).exists() and not (path / "config.json").exists()
+    """Whether a directory holds adapters of `peft`, and not the model itself, whose config.json some keep with them."""
+    return (path / CONFIG).exists() and not any((path / name).exists() for name in (MODEL, INDEX))
 
 
 def base_of(path: epath.Path) -> epath.Path:
