@@ -42,7 +42,8 @@ def load(directory, mask="<mask>", **config):
 
 
 def test_a_template_writes_the_special_tokens_that_the_tokenizer_names(tmp_path):
-    tokenizer = load(tmp_path, chat_template=TEMPLATE, bos_token={"content": BOS}, eos_token=EOS)
+    several = [{"name": "tool_use", "template": "{{ tools }}"}, {"name": "default", "template": TEMPLATE}]
+    tokenizer = load(tmp_path, chat_template=several, bos_token={"content": BOS}, eos_token=EOS)
     turns = (("user", "hi"), ("assistant", "yo"), ("user", "so"))
     (ids,) = tokenizer.encode_prompts([turns])
     assert tokenizer.render_chat([{"role": r, "content": c} for r, c in turns]) == (

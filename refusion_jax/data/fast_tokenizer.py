@@ -55,6 +55,13 @@ class _Config(pydantic.BaseModel):
     cls_token: _Token | str | None = None
     mask_token: _Token | str | None = None
 
+    @pydantic.field_validator("chat_template", mode="before")
+    @classmethod
+    def _default(cls, given: Any) -> Any:
+        """Of several templates the one named default, which transformers 5 writes to chat_template.jinja."""
+        several = (one for one in given if isinstance(one, dict)) if isinstance(given, list) else ()
+        return next((one.get("template", given) for one in several if one.get("name") == "default"), given)
+
     @property
     def special(self) -> dict[str, str]:
         """The special tokens that it names, by the names that templates use."""
