@@ -20,10 +20,9 @@ from test_huggingface import change_config
 from test_releases import released
 
 from refusion_jax import DecodeSettings, UserError, decode, load_model, load_tokenizer
-from refusion_jax.checkpoints.contents import choose_method, find_own_tokenizer, read_model_config, weights_stamp
+from refusion_jax.checkpoints.contents import read_model_config, weights_stamp
 from refusion_jax.checkpoints.directory import saved_steps
 from refusion_jax.checkpoints.run_directory import read_adapters, read_objective
-from refusion_jax.config.model import adopt_shape
 from refusion_jax.data.dataset import load_dataset
 from refusion_jax.data.fast_tokenizer import load_tokenizer_file, tokenizer_hash
 from refusion_jax.data.tokenizer import SentencePieceTokenizer
@@ -245,14 +244,6 @@ def test_a_model_that_was_never_adapted_is_decoded_left_to_right_and_one_line_sa
     assert run("generate", f"--checkpoint={tmp_path}/ours", *flags)[0] == out
 
 
-def test_a_mask_in_the_vocabulary_does_not_say_that_a_model_was_trained_with_it_but_refusions_does(source):
-    """Gemma's tokenizer has <mask>."""
-    for mask, method in ("<mask>", "ar"), ("<|mask|>", "refusion"):
-        write_tokenizer(source, also=[mask])
-        assert load_tokenizer(source).name_of(load_tokenizer(source).mask_id) == mask
-        assert choose_method(epath.Path(source), None) == method
-
-
 def test_an_embedding_smaller_than_the_tokenizer_is_padded_and_its_padding_never_predicted(source):
     tokenizer = load_tokenizer(source)
     for file in source.glob("*.safetensors*"):
@@ -318,17 +309,6 @@ def test_the_shape_is_that_of_the_weights_to_start_from_even_when_they_are_gone(
     assert f"trained to step {math.ceil(2 * more_rows / 4)};" in out
     run("convert", "--format=huggingface", f"--from={tmp_path}/run", f"--to={tmp_path}/export")
     assert json.loads((tmp_path / "export" / "config.json").read_text())["model_type"] == "llama"
-
-
-def test_a_model_that_has_learnt_to_read_a_mask_token_is_trained_on_with_it(source):
-    """By whatever name: releases of masked diffusion have their own, which no tokenizer_config.json tells."""
-    write_tokenizer(source, also=["<|mdm_mask|>"])
-    change_config(source, mask_token_id=load_tokenizer(source).size - 2)  # after it one would be added
-    config = config_with(**{"init_from": str(source), "row_length": 128, "data.path": f"{source.parent}/data.jsonl"})
-    adopt_shape(config)
-    assert config.data.mask_piece == "<|mdm_mask|>"
-    tokenizer, _ = load_dataset(config, None, find_own_tokenizer(epath.Path(source)))
-    assert tokenizer.mask_id == read_model_config(epath.Path(source)).mask_token_id
 
 
 @pytest.mark.thorough

@@ -9,7 +9,7 @@ import types
 
 import numpy as np
 import pytest
-from conftest import all_but, causal, forward, tiny_config
+from conftest import all_but, causal, config_with, forward, tiny_config
 from etils import epath
 from helpers import write_tokenizer
 from released_models import CAUSAL, EOS, FILE, MASK, ORDINARY, RECIPES, weights_of
@@ -18,7 +18,8 @@ from test_huggingface import LLAMA3, assert_same_tensors, change_config, saved, 
 
 from refusion_jax import UserError, decode, load_model
 from refusion_jax.batch.visibility import BIDIRECTIONAL, Visibility
-from refusion_jax.checkpoints.contents import choose_method, find_objective, read_model_config
+from refusion_jax.checkpoints.contents import choose_method, find_objective, find_own_tokenizer, read_model_config
+from refusion_jax.config.model import adopt_shape
 from refusion_jax.data.fast_tokenizer import load_tokenizer_file
 from refusion_jax.data.tokenizer import SentencePieceTokenizer
 from refusion_jax.model import huggingface, huggingface_config
@@ -286,6 +287,33 @@ def test_without_a_tokenizer_as_many_ids_are_tokens_as_the_export_says_and_all_w
     described = huggingface_config.describe(tiny_config(vocab_size=320, num_tokens=290, mask_token_id=4), "float32")
     (tmp_path / "config.json").write_text(json.dumps(described | changes))
     assert huggingface_config.read_model_config(epath.Path(tmp_path), None, mask).num_tokens == expected
+
+
+def plain_model(path, **changes):
+    """A directory of a model whose config.json names no mask token, or the one in `changes`, with a tokenizer."""
+    saved(path, vocab_size=320, num_tokens=320)
+    change_config(path, **{"mask_token_id": "gone"} | changes)
+    return epath.Path(path)
+
+
+def test_a_mask_in_the_vocabulary_does_not_say_that_a_model_was_trained_with_it_but_refusions_does(tmp_path):
+    """Gemma's tokenizer has <mask>."""
+    path = plain_model(tmp_path / "theirs")
+    for mask, method in ("<mask>", "ar"), ("<|mask|>", "refusion"):
+        tokenizer = load_tokenizer_file(write_tokenizer(path, also=[mask]), "<mask>")
+        assert tokenizer.name_of(tokenizer.mask_id) == mask
+        assert choose_method(path, None) == method
+
+
+def test_a_model_that_has_learnt_to_read_a_mask_token_is_trained_on_with_it(tmp_path):
+    """By whatever name: releases of masked diffusion have their own, which no tokenizer_config.json tells."""
+    last = load_tokenizer_file(write_tokenizer(tmp_path, also=["<|mdm_mask|>"]), "<|mdm_mask|>").mask_id
+    path = plain_model(tmp_path / "theirs", mask_token_id=last)
+    write_tokenizer(path, also=["<|mdm_mask|>"])
+    config = config_with(init_from=str(path))
+    adopt_shape(config)
+    assert config.data.mask_piece == "<|mdm_mask|>"
+    assert load_tokenizer_file(find_own_tokenizer(path), config.data.mask_piece).mask_id == last
 
 
 @pytest.mark.parametrize("old", [{}, {"rope_theta": 5e5, "rope_scaling": {"type": "linear", "factor": 4.0}}])
