@@ -137,8 +137,11 @@ def test_calls_among_text_are_told_apart_and_text_is_text(client):
 
 
 def test_a_prompt_is_what_the_template_makes_of_tools_calls_and_results(client, directory):
-    call = {"id": "7", "type": "function", "function": {"name": "shirt", "arguments": '{"size": "S"}'}}
-    turns = [*ASK, {"role": "assistant", "tool_calls": [call]}, {"role": "tool", "tool_call_id": "7", "content": "ok"}]
+    """What OpenAI's client has parsed comes back in its messages, and has no effect."""
+    parsed = {"parsed_arguments": {"size": "S"}}
+    call = {"id": "7", "type": "function", "function": {"name": "shirt", "arguments": '{"size": "S"}', **parsed}}
+    turns = [*ASK, {"role": "assistant", "tool_calls": [call], "parsed": {"a": 1}}]
+    turns.append({"role": "tool", "tool_call_id": "7", "content": "ok"})
     tokenizer = FastTokenizer(directory / "tokenizer.json", MASK_PIECE)
     as_object = call | {"function": {"name": "shirt", "arguments": {"size": "S"}}}
     rendered = [ASK[0], {"role": "assistant", "content": "", "tool_calls": [as_object]}, turns[2]]

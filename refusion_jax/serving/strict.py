@@ -23,11 +23,11 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "tool_choice": ("none", "auto"),
     "tools": ([],),
 }
-# What tools send along: labels, and bookkeeping of other servers.
+# What tools send along: labels, bookkeeping of other servers, and what OpenAI's client has parsed of an answer.
 _IGNORED = frozenset(
-    "cache_salt disable_any_whitespace disable_fallback guided_decoding_backend metadata name priority "
-    "prompt_cache_key request_id safety_identifier service_tier skip_special_tokens spaces_between_special_tokens "
-    "store user".split()
+    "cache_salt disable_any_whitespace disable_fallback guided_decoding_backend metadata name parsed parsed_arguments "
+    "priority prompt_cache_key request_id safety_identifier service_tier skip_special_tokens "
+    "spaces_between_special_tokens store user".split()
 )
 
 
