@@ -24,6 +24,7 @@ from refusion_jax.cli.errors import UserError
 from refusion_jax.cli.flag_values import check_file
 from refusion_jax.config import check, check_stores, default_config, help_texts
 from refusion_jax.config.keys import keys
+from refusion_jax.config.model import adopt_shape
 from refusion_jax.config.run_config import check_same_run
 from refusion_jax.data.fast_tokenizer import find_tokenizer_file, load_tokenizer_file
 from refusion_jax.data.interface import Tokenizer
@@ -84,11 +85,13 @@ def main() -> None:
         check_stores(config)
         if place >= config.batch_size:
             raise UserError(f"--place={place}: a batch holds rows 0 to {config.batch_size - 1}")
-        if _WORKDIR.value:
-            if not (epath.Path(_WORKDIR.value) / "config.json").exists():
-                raise UserError(f"--workdir={_WORKDIR.value}: holds no run to take the tokenizer from")
-            check_same_run(epath.Path(_WORKDIR.value), config, resumable=set(config) - _OF_ROWS)
-        tokenizer, rows, batch = training_batch(config, _WORKDIR.value, _STEP.value - 1)
+        workdir = epath.Path(_WORKDIR.value) if _WORKDIR.value else None
+        if workdir and not (workdir / "config.json").exists():
+            raise UserError(f"--workdir={workdir}: holds no run to take the tokenizer from")
+        adopt_shape(config, workdir)
+        if workdir:
+            check_same_run(workdir, config, resumable=set(config) - _OF_ROWS)
+        tokenizer, rows, batch = training_batch(config, workdir, _STEP.value - 1)
         title = f"row {place} of the batch of step {_STEP.value}, objective {config.objective}"
     elif _VERIFY.value:
         console.print(f"{_DATA.value}: all {verify(_DATA.value):,} rows are as they were written")

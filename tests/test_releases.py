@@ -9,9 +9,9 @@ import types
 
 import numpy as np
 import pytest
-from conftest import all_but, causal, config_with, forward, tiny_config
+from conftest import all_but, causal, config_with, forward, run, tiny_config
 from etils import epath
-from helpers import write_tokenizer
+from helpers import write_lines, write_tokenizer
 from released_models import CAUSAL, EOS, FILE, MASK, ORDINARY, RECIPES, weights_of
 from safetensors.numpy import save_file
 from test_huggingface import LLAMA3, assert_same_tensors, change_config, saved, tensors
@@ -310,10 +310,15 @@ def test_a_model_that_has_learnt_to_read_a_mask_token_is_trained_on_with_it(tmp_
     last = load_tokenizer_file(write_tokenizer(tmp_path, also=["<|mdm_mask|>"]), "<|mdm_mask|>").mask_id
     path = plain_model(tmp_path / "theirs", mask_token_id=last)
     write_tokenizer(path, also=["<|mdm_mask|>"])
-    config = config_with(init_from=str(path))
+    lines = write_lines(tmp_path / "data.jsonl", [{"query": f"What is {i}?", "response": "It."} for i in range(99)])
+    config = config_with(**{"init_from": str(path), "data.path": str(lines)})
     adopt_shape(config)
     assert config.data.mask_piece == "<|mdm_mask|>"
     assert load_tokenizer_file(find_own_tokenizer(path), config.data.mask_piece).mask_id == last
+    (tmp_path / "config.json").write_text(config.to_json())  # as that of a run, which goes on with the same flags
+    (tmp_path / "plain.py").write_text("from refusion_jax.config import default_config as get_config\n")
+    flags = [f"--config={tmp_path}/plain.py", f"--config.init_from={path}", f"--config.data.path={lines}"]
+    assert "What is" in run("inspect_data", *flags, f"--workdir={tmp_path}")[0]
 
 
 @pytest.mark.parametrize("old", [{}, {"rope_theta": 5e5, "rope_scaling": {"type": "linear", "factor": 4.0}}])
