@@ -178,14 +178,36 @@ def test_a_part_of_bench_gpu_that_fails_is_told_and_the_others_are_measured(tmp_
     assert "| part | largest error |\n| --- | --- |\n| logits | 0.5 |" in section
 
 
-def test_a_checkpoint_is_decoded_by_the_decoders_of_its_system(tmp_path, monkeypatch):
+def test_a_checkpoint_is_decoded_by_the_decoders_of_its_system_and_lines_of_prompts_as_they_ask(tmp_path, monkeypatch):
     model = load_model(SHIPPED / "model")
     huggingface.save(model, tmp_path / "theirs", objective="dream")
+    line = {"prompt_ids": [5, 6], "template": [[7], 4, [8]], "decode": {"seed": 3}}  # setups, not lines, say how
+    (tmp_path / "prompts.jsonl").write_text(json.dumps(line))
     measured = []
     monkeypatch.setattr(decode, "copy_bandwidth", lambda: 1.0)
-    monkeypatch.setattr(decode, "measure", lambda model, setups, *_: measured.extend(setups) or [])
-    decode.main(flags_of(decode, f"--checkpoint={tmp_path / 'theirs'}", "--batch_sizes=1"))
-    assert measured == ["dream"]
+    monkeypatch.setattr(decode, "measure", lambda model, *given: measured.append(given) or [])
+    flags = [f"--checkpoint={tmp_path / 'theirs'}", "--batch_sizes=1", f"--prompts={tmp_path / 'prompts.jsonl'}"]
+    decode.main(flags_of(decode, *flags))
+    ((setups, (request,), *_),) = measured
+    assert [*setups] == ["dream"]
+    assert (request.prompt, request.template, request.settings) == ([5, 6], ([7], 4, [8]), None)
+
+
+def test_a_drafter_is_measured_with_its_model_and_of_a_template_only_what_is_decoded(tmp_path, monkeypatch, capsys):
+    model = load_model(SHIPPED / "model")
+    huggingface.save(model, tmp_path / "ar", objective="ar")
+    (tmp_path / "prompts.jsonl").write_text(json.dumps({"prompt_ids": [5, 6], "template": [[7] * 9, 4, [8] * 9]}))
+    monkeypatch.setattr(decode, "copy_bandwidth", lambda: 1.0)
+
+    def measured(checkpoint: Path, *flags: str) -> dict:
+        flags = [*flags, "--batch_sizes=1", "--repeats=1", "--prompt_length=4", "--decode.max_new_tokens=4"]
+        decode.main(flags_of(decode, f"--checkpoint={checkpoint}", *flags))
+        return json.loads(capsys.readouterr().out.splitlines()[0])
+
+    drafted = measured(tmp_path / "ar", f"--setup=pard drafter={tmp_path / 'ar'} draft_length=2")
+    assert drafted["bytes"] > 2 * model.weight_bytes
+    filled = measured(SHIPPED / "model", "--setup=sequential slot_size=4", f"--prompts={tmp_path / 'prompts.jsonl'}")
+    assert filled["tokens_per_forward"] * filled["forwards"] == pytest.approx(4)
 
 
 def test_the_use_of_several_devices_is_that_of_their_peaks_together(monkeypatch):

@@ -31,11 +31,12 @@ from rich.console import Console
 from rich.table import Table
 
 from refusion_jax.checkpoints.contents import choose_method, find_tokenizer
-from refusion_jax.checkpoints.load import load_model
+from refusion_jax.checkpoints.load import load_auxiliaries, load_model
 from refusion_jax.cli import command, flag_values
 from refusion_jax.cli.errors import UserError, naming
 from refusion_jax.cli.progress import track
-from refusion_jax.decoding.cache import bytes_per_token
+from refusion_jax.decoding.auxiliary import with_auxiliaries
+from refusion_jax.decoding.memory import token_bytes
 from refusion_jax.decoding.prompts import read_prompts
 from refusion_jax.decoding.queue import batch_rows
 from refusion_jax.decoding.requests import Answer, Request, prepare
@@ -89,10 +90,14 @@ def main(own: flags.FlagValues) -> None:
         if own.prompts:
             tokenizer = find_tokenizer(epath.Path(own.checkpoint)) if own.checkpoint else None
             found = read_prompts(Path(own.prompts), tokenizer, next(iter(setups.values())))
-            prompts = [Request(request.prompt, name=request.name) for _, request in found]  # without settings of lines
+            # Settings of lines do not count.
+            prompts = [dataclasses.replace(request, settings=None, noise=None) for _, request in found]
         else:
             prompts = random_prompts(own.prompts_per_row * batch_size, own.prompt_length, model.config)
-        for record in measure(model, setups, prompts, own.repeats, bandwidth):
+        models = dict.fromkeys(setups, model)
+        for setup, settings in setups.items() if own.checkpoint else ():
+            models[setup] = with_auxiliaries(model, **load_auxiliaries(own.checkpoint, settings, own.dtype))
+        for record in measure(models, setups, prompts, own.repeats, bandwidth):
             print(json.dumps(record), flush=True)
             table.add_row(
                 record["setup"],
@@ -106,11 +111,15 @@ def main(own: flags.FlagValues) -> None:
 
 
 def measure(
-    model: LanguageModel, setups: dict[str, Settings], prompts: list[Request], repeats: int, bandwidth: float
+    given: dict[str, LanguageModel],
+    setups: dict[str, Settings],
+    prompts: list[Request],
+    repeats: int,
+    bandwidth: float,
 ) -> Iterator[dict]:
-    """A record for each setup, measured in interleaved repeats."""
-    models = {setup: model.rounded(settings.weights, settings.cache) for setup, settings in setups.items()}
-    c = model.config
+    """A record for each setup, with its model, measured in interleaved repeats."""
+    models = {setup: given[setup].rounded(settings.weights, settings.cache) for setup, settings in setups.items()}
+    c = next(iter(given.values())).config
     seconds: dict[str, list[float]] = {setup: [] for setup in setups}
     answers, compiling = {}, {}
     calls = [(repeat, setup) for repeat in range(repeats + 1) for setup in setups]
@@ -122,12 +131,14 @@ def measure(
             compiling[setup] = took
 
     for setup, settings in setups.items():
-        decoder, kept = decoder_for(prepare(prompts, settings, c), c), models[setup]
-        rows, took = batch_rows(len(prompts), settings.batch_size, model.mesh), float(np.median(seconds[setup]))
-        forwards, tokens = sum(a.forwards for a in answers[setup]), sum(len(a.tokens) for a in answers[setup])
+        requests, kept = prepare(prompts, settings, c), models[setup]
+        decoder, in_templates = decoder_for(requests, c), sum(len(r.given[0]) - len(r.prompt) for r in requests)
+        rows, took = batch_rows(len(prompts), settings.batch_size, kept.mesh), float(np.median(seconds[setup]))
+        forwards = sum(a.forwards for a in answers[setup])
+        tokens = sum(len(a.tokens) for a in answers[setup]) - in_templates
         # Rows share forwards; the queue keeps all rows about equally busy.
         each = took / (forwards / rows)
-        moved = kept.weight_bytes + rows * decoder.cache_length * bytes_per_token(c, kept.cache_dtype)
+        moved = kept.weight_bytes + rows * decoder.cache_length * token_bytes(kept)
         yield {
             "benchmark": "decode",
             "setup": setup,
@@ -140,8 +151,8 @@ def measure(
             "of_bandwidth": moved / each / bandwidth,
             "compile_seconds": compiling[setup] - took,
             "width": decoder.width,
-            "parameters": sum(x.size for x in jax.tree.leaves(nnx.state(model))),
-            "dtype": str(model.dtype),
+            "parameters": sum(x.size for x in jax.tree.leaves(nnx.state(given[setup]))),
+            "dtype": str(kept.dtype),
             "device": jax.devices()[0].device_kind,
         }
 

@@ -68,7 +68,15 @@ def load_model(
 def load_for(
     path: epath.PathLike, settings: Settings, dtype: str = "float32", mesh: jax.sharding.Mesh | None = None
 ) -> LanguageModel:
-    """`load_model`, with the auxiliary models that a decoder's settings name; all must share one tokenizer."""
+    """`load_model`, with `load_auxiliaries`."""
+    auxiliary = load_auxiliaries(path, settings, dtype, mesh)
+    return with_auxiliaries(load_model(path, dtype, mesh, settings.weights), **auxiliary)
+
+
+def load_auxiliaries(
+    path: epath.PathLike, settings: Settings, dtype: str = "float32", mesh: jax.sharding.Mesh | None = None
+) -> dict[str, Transformer]:
+    """The auxiliary models that a decoder's settings name, for the model in `path`; all must share one tokenizer."""
     auxiliary = {}
     check_auxiliaries(settings, settings)
     for name in settings.auxiliary_models:
@@ -78,7 +86,7 @@ def load_for(
         if all(tokenizers) and (token := first_difference(*tokenizers)) is not None:
             raise SettingError("decode", name, other, f"has another tokenizer than {path}: token {token} is other text")
         auxiliary[name] = load_model(other, dtype, mesh, settings.weights)
-    return with_auxiliaries(load_model(path, dtype, mesh, settings.weights), **auxiliary)
+    return auxiliary
 
 
 def load_params(path: epath.Path, target: dict[str, Any]) -> dict[str, Any]:

@@ -27,6 +27,13 @@ class WithAuxiliaries(Wrapper):
             check_vocabulary(name, "", model.config, other.config)
             setattr(self, name, other)
 
+    weight_bytes = property(lambda self: sum(model.weight_bytes for model in self.models))  # each decodes in a round
+
+    @property
+    def models(self) -> list[LanguageModel]:
+        """All of them, the main one first."""
+        return [self.model, *(getattr(self, name) for name in self.names)]
+
     def with_head_rows(self, rows: int) -> LanguageModel:
         return WithAuxiliaries(self.model.with_head_rows(rows), **{name: getattr(self, name) for name in self.names})
 

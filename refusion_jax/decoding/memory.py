@@ -82,8 +82,8 @@ def check_memory(model: LanguageModel, mesh: Mesh, rows: int, decoder: Decoder, 
 
 def token_bytes(model: LanguageModel) -> int:
     """Bytes of the keys and values of a token, in the caches of the model and of auxiliary models."""
-    auxiliary = [getattr(model, name) for name in model.names] if isinstance(model, WithAuxiliaries) else []
-    return sum(bytes_per_token(m.config, m.cache_dtype) for m in [model, *auxiliary])
+    models = model.models if isinstance(model, WithAuxiliaries) else [model]
+    return sum(bytes_per_token(m.config, m.cache_dtype) for m in models)
 
 
 def _free(mesh: Mesh) -> int:
