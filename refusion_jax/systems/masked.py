@@ -26,7 +26,7 @@ from refusion_jax.cli.errors import UserError
 from refusion_jax.decoding.decoder import Decoder, Proposal, RowState
 from refusion_jax.decoding.reference import ReferenceDecoder
 from refusion_jax.decoding.requests import Layout, Places, Request, most_new_tokens, text_capacity
-from refusion_jax.decoding.sampling import put
+from refusion_jax.decoding.sampling import entry, put
 from refusion_jax.model.interface import LanguageModel
 from refusion_jax.model.shape import ModelConfig
 
@@ -170,21 +170,16 @@ class OnSchedule(MaskedDecoder):
         return proposal.probability
 
     def chosen(self, s: MaskedText, w: Window, proposal: Proposal) -> Bool[Array, "B K"]:
-        counts = s.places.counts
-        count = jnp.take_along_axis(counts, jnp.minimum(s.forwards, counts.shape[1] - 1)[:, None], axis=1)
-        return ranks(self.confidence_of(s, w, proposal), w) < count
+        """The most confident masks, as many as this pass commits; ties in text order."""
+        counts, confidence = s.places.counts, jnp.where(w.masked, self.confidence_of(s, w, proposal), -jnp.inf)
+        rank = jnp.argsort(jnp.argsort(-confidence, axis=1, stable=True), axis=1, stable=True)
+        return rank < entry(counts, jnp.minimum(s.forwards, counts.shape[1] - 1))[:, None]
 
 
 def evenly(masks: int, steps: int) -> list[int]:
     """How many masks each step commits: at least one, so fewer steps if masks are few; one more in the first steps."""
     steps = min(steps, masks)
     return [masks // steps + (step < masks % steps) for step in range(steps)]
-
-
-def ranks(confidence: Float32[Array, "B K"], w: Window) -> Int32[Array, "B K"]:
-    """The rank of each mask of a window, 0 for the most confident; ties in text order."""
-    order = jnp.argsort(-jnp.where(w.masked, confidence, -jnp.inf), axis=1, stable=True)
-    return jnp.argsort(order, axis=1, stable=True)
 
 
 def check_first(requests: Sequence[Request]) -> None:
