@@ -11,7 +11,6 @@ W rows of a chunk of the head, C chunks.
 
 import jax
 import jax.numpy as jnp
-from flax import struct
 from jaxtyping import Array, Bool, Float, Float32, Int32
 
 from refusion_jax.distributed import sharding
@@ -57,24 +56,18 @@ def _backward(kept, cotangent):
 linear_cross_entropy.defvjp(_forward, _backward)
 
 
-@struct.dataclass
-class _Blocks:
-    """The tokens of one chip in blocks, labelled ones first, with padding at the end."""
+def _blocks(x, labels, is_labelled) -> tuple[tuple[jax.Array, jax.Array, jax.Array], jax.Array]:
+    """(the tokens of one chip in blocks, labelled ones first, padding at the end; their original indices, [B * T]).
 
-    x: Float[Array, "N R D"]
-    labels: Int32[Array, "N R"]
-    has_label: Bool[Array, "N"]  # blocks with any label
-
-
-def _blocks(x, labels, is_labelled) -> tuple[_Blocks, jax.Array]:
-    """(the blocks; [B * T] int32, the original index of each token in them)."""
+    The blocks are [N, R, D], their labels [N, R], and whether they have any label, [N].
+    """
     tokens = labels.size
     order = jnp.argsort(~is_labelled.ravel(), stable=True)
     count = -(-tokens // BLOCK)
     size = -(-tokens // count)
     has_label = jnp.arange(count) * size < jnp.sum(is_labelled)
     x, labels = x.reshape(tokens, -1)[order], labels.ravel()[order]
-    return _Blocks(_split(x, count, size), _split(labels, count, size), has_label), order
+    return (_split(x, count, size), _split(labels, count, size), has_label), order
 
 
 def _split(values, count: int, size: int):
@@ -128,20 +121,20 @@ def _local_forward(x, head, labels, is_labelled):
         chunk = sharding.all_gather(chunk.astype(x.dtype), "embed", axis=0)
 
         def block_step(_, block):
-            blocked, (high, total, picked) = block
+            (tokens, targets, has_label), (high, total, picked) = block
 
             def add(high, total, picked):
-                logits = _chunk_logits(blocked.x, chunk, first, rows)
+                logits = _chunk_logits(tokens, chunk, first, rows)
                 higher = jnp.maximum(high, logits.max(axis=-1))
                 total = total * jnp.exp(high - higher) + jnp.exp(logits - higher[:, None]).sum(axis=-1)
-                picked = picked + jnp.where(_hits(blocked.labels, chunk, first, rows), logits, 0).sum(axis=-1)
+                picked = picked + jnp.where(_hits(targets, chunk, first, rows), logits, 0).sum(axis=-1)
                 return higher, total, picked
 
-            return None, jax.lax.cond(blocked.has_label, add, lambda *same: same, high, total, picked)
+            return None, jax.lax.cond(has_label, add, lambda *same: same, high, total, picked)
 
         return jax.lax.scan(block_step, None, (blocks, carry))[1], None
 
-    zeros = jnp.zeros(blocks.labels.shape, jnp.float32)
+    zeros = jnp.zeros(blocks[1].shape, jnp.float32)
     start = (jnp.full_like(zeros, jnp.finfo(jnp.float32).min), zeros, zeros)
     high, total, picked = jax.lax.scan(chunk_step, start, _chunks(head))[0]
     highest = sharding.all_max(high, "vocab")
@@ -155,33 +148,33 @@ def _local_forward(x, head, labels, is_labelled):
 def _local_backward(x, head, labels, is_labelled, log_normalizer, cotangent):
     rows = head.shape[0]
     blocks, order = _blocks(x, labels - rows * sharding.shard_index("vocab"), is_labelled)
-    scale = jnp.where(is_labelled, cotangent, 0).ravel()[order]
-    scale, normalizer = (_split(values, *blocks.labels.shape) for values in (scale, log_normalizer.ravel()[order]))
+    (N, R), scale = blocks[1].shape, jnp.where(is_labelled, cotangent, 0).ravel()[order]
+    scale, normalizer = (_split(values, N, R) for values in (scale, log_normalizer.ravel()[order]))
 
     def chunk_step(dx, chunk_first):
         chunk, first = chunk_first
         chunk = sharding.all_gather(chunk.astype(x.dtype), "embed", axis=0)
 
         def block_step(sums, block):
-            index, blocked, scale, normalizer = block
+            index, (tokens, targets, has_label), scale, normalizer = block
 
             def add(dchunk, dx):
-                logits = _chunk_logits(blocked.x, chunk, first, rows)
-                dlogits = jnp.exp(logits - normalizer[:, None]) - _hits(blocked.labels, chunk, first, rows)
+                logits = _chunk_logits(tokens, chunk, first, rows)
+                dlogits = jnp.exp(logits - normalizer[:, None]) - _hits(targets, chunk, first, rows)
                 # Rounded once: without the barrier XLA keeps the logits in float32 and rounds them in both products.
                 dlogits = jax.lax.optimization_barrier((dlogits * scale[:, None]).astype(x.dtype))
                 dx = dx.at[index].add(jnp.einsum("rw,dw->rd", dlogits, chunk, preferred_element_type=jnp.float32))
-                dchunk += jnp.einsum("rd,rw->dw", blocked.x, dlogits, preferred_element_type=jnp.float32)
+                dchunk += jnp.einsum("rd,rw->dw", tokens, dlogits, preferred_element_type=jnp.float32)
                 return dchunk, dx
 
-            return jax.lax.cond(blocked.has_label, add, lambda *same: same, *sums), None
+            return jax.lax.cond(has_label, add, lambda *same: same, *sums), None
 
         zeros = jnp.zeros(chunk.shape, jnp.float32)
-        each = jnp.arange(len(blocks.labels)), blocks, scale, normalizer
+        each = jnp.arange(N), blocks, scale, normalizer
         (dchunk, dx), _ = jax.lax.scan(block_step, (zeros, dx), each)
         return dx, sharding.scatter_sum(dchunk, "embed", axis=0)
 
-    dx, dhead = jax.lax.scan(chunk_step, jnp.zeros(blocks.x.shape, jnp.float32), _chunks(head))
+    dx, dhead = jax.lax.scan(chunk_step, jnp.zeros(blocks[0].shape, jnp.float32), _chunks(head))
     dx = sharding.all_sum(_restore(dx, order, labels.shape).astype(x.dtype), "vocab")
     dhead = dhead.swapaxes(1, 2).reshape(-1, head.shape[1])[:rows]
     return dx, sharding.all_sum(dhead, "batch", "length", but="embed").astype(head.dtype)
