@@ -27,7 +27,7 @@ from refusion_jax import Request, UserError, decode
 from refusion_jax.decoding import cache as kv
 from refusion_jax.decoding import memory, prefixes, queue
 from refusion_jax.decoding.prefixes import Prefixes
-from refusion_jax.decoding.requests import Answer, Given, SharedPrefix, prepare
+from refusion_jax.decoding.requests import Answer, Given, prepare
 from refusion_jax.decoding.stops import Stops
 from refusion_jax.distributed.sharding import make_mesh, sharding
 from refusion_jax.evaluation.generation import check_fits, generate, settings_for
@@ -288,7 +288,7 @@ def test_what_is_known_is_copied_and_the_rest_is_what_it_would_have_been_to_the_
     given = given_of(model, [[*HEADER, *prompt] for prompt in PROMPTS[:3]])
     plain = prefilled(model, given)
     row = jax.tree.map(lambda x: jnp.repeat(x[:, 2:3], 3, axis=1), plain)
-    shared = prefilled(model, dataclasses.replace(given, shared=SharedPrefix(row, jnp.int32(64))))
+    shared = prefilled(model, dataclasses.replace(given, known=jnp.int32(64), entries=row))
     for a, b in zip(jax.tree.leaves(plain), jax.tree.leaves(shared), strict=True):
         for i, length in enumerate(given.length):
             np.testing.assert_array_equal(a[:, i, :, :length], b[:, i, :, :length])
@@ -298,7 +298,7 @@ def test_what_is_known_is_not_computed_again():
     model = tiny_model()
     given = given_of(model, [[*HEADER, *prompt] for prompt in PROMPTS[:3]])
     ones = jax.tree.map(lambda x: jnp.ones_like(x), prefilled(model, given))
-    entries = prefilled(model, dataclasses.replace(given, shared=SharedPrefix(ones, jnp.int32(64))))
+    entries = prefilled(model, dataclasses.replace(given, known=jnp.int32(64), entries=ones))
     assert np.all(entries.keys[:, :, :, :64] == 1)
     assert not np.any(entries.keys[:, 0, :, 64 : int(given.length[0])] == 1)
 

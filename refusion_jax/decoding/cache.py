@@ -56,14 +56,14 @@ def bytes_per_token(model: ModelConfig, dtype: jnp.dtype) -> int:
 def prefill(model: LanguageModel, given: Given, chunk_length: int, block_size: int = 1) -> Cache:
     """Fills a new cache with the keys and values of the given tokens, one chunk of tokens per forward.
 
-    The cache has C entries, as there are [B, C] given tokens, padded on the right; keys and values in `given.shared`
+    The cache has C entries, as there are [B, C] given tokens, padded on the right; keys and values in `given.entries`
     are copied, not computed. `chunk_length` is a multiple of the block size, at most C: see `tokens_at_once`. Attention
     is causal over blocks of `block_size` tokens, counted from the first.
     """
     B, C = given.tokens.shape
     T, first, cache = tokens_at_once(chunk_length, block_size), 0, Cache.empty(model, B, C)
-    if given.shared:
-        first, cache = given.shared.length, Cache(split(given.shared.entries), cache.length)
+    if given.entries:
+        first, cache = given.known, Cache(split(given.entries), cache.length)
 
     def chunk(i, cache):
         # A last chunk that would reach beyond the cache begins earlier, and computes some entries again.

@@ -25,7 +25,7 @@ from refusion_jax.decoding import prefixes
 from refusion_jax.decoding.admission import Newcomers, newcomers
 from refusion_jax.decoding.decoder import Decoder, RowState
 from refusion_jax.decoding.memory import REFILL, admissions, check_memory, room_besides
-from refusion_jax.decoding.requests import Answer, Request, SharedPrefix, read_answer
+from refusion_jax.decoding.requests import Answer, Request, read_answer
 from refusion_jax.decoding.sampling import Record, count_drafts, select
 from refusion_jax.decoding.trajectory import Trajectory, collect
 from refusion_jax.distributed.processes import fetch
@@ -276,8 +276,8 @@ def _admit(
     layout = new.layout
     if store:
         capacity = state.cache.entries.keys.shape[3]
-        shared = SharedPrefix(prefixes.copy(store, new.copied, capacity), new.known)
-        layout = dataclasses.replace(layout, given=dataclasses.replace(layout.given, shared=shared))
+        given = layout.given.replace(entries=prefixes.copy(store, new.copied, capacity), known=new.known)
+        layout = layout.replace(given=given)
     started = static.decoder.init(nnx.merge(static.graphdef, params), layout, keys)
 
     def put(axis, old, new_rows):

@@ -79,21 +79,14 @@ class Request:
 
 
 @struct.dataclass
-class SharedPrefix:
-    """Keys and values of leading given tokens, which were computed before."""
-
-    entries: KeyValues  # C entries of each row
-    length: Int32[Array, ""]  # valid entries, of every row
-
-
-@struct.dataclass
 class Given:
     """The given tokens of some requests, padded on the right."""
 
     tokens: Int32[ArrayLike, "R C"]
     positions: Int32[ArrayLike, "R C"]
     length: Int32[ArrayLike, "R"]
-    shared: SharedPrefix | None = None
+    entries: KeyValues | None = None  # C of each row, of which the first are those of leading tokens, computed before
+    known: Int32[Array, ""] | None = None  # how many, in every row
 
     @classmethod
     def of(cls, requests: Sequence[Request], capacity: int) -> "Given":

@@ -74,7 +74,7 @@ class DraftAndVerify(ar.Speculative):
         given = layout.given.replace(
             tokens=jnp.pad(layout.given.tokens, ((0, 0), (0, room))),
             positions=jnp.pad(layout.given.positions, ((0, 0), (0, room))),
-            shared=None,  # keys and values of the model, not of the drafter
+            entries=None,  # those of the model, not of the drafter
         )
         drafter, _ = kv.prefill_but_last(model.drafter, given, self.chunk)
         recent = jnp.pad(last[:, None], ((0, 0), (0, self.width - 1)))
