@@ -58,8 +58,7 @@ def compiler_options(mesh: Mesh) -> dict[str, bool | int | str]:
 
 def versions() -> dict[str, str]:
     """The versions of JAX and the compiler."""
-    found = {name: importlib.metadata.distributions(name=name) for name in _PLANNED}
-    return {name: next((one.version for one in there), "of no known version") for name, there in found.items()}
+    return {name: _version(name) for name in _PLANNED}
 
 
 def version_mismatch() -> str:
@@ -68,3 +67,10 @@ def version_mismatch() -> str:
         f"{name} {there} in place of {_PLANNED[name]}" for name, there in versions().items() if there != _PLANNED[name]
     ]
     return f"{', '.join(others)}, with which memory and speed are planned and tested" if others else ""
+
+
+def _version(name: str) -> str:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return "of no known version"
