@@ -204,6 +204,8 @@ def test_text_after_the_answer_is_seen_as_in_a_template(client, library):
     answer = client.completions.create(model="tiny", prompt=TEXTS[0], suffix=" then 4", max_tokens=8)
     assert answer.choices[0].text == tokenizer.decode(out.tokens[0][:8])
     assert answer.usage.prompt_tokens == len(prompt) + len(suffix)
+    how = {"model": "tiny", "prompt": TEXTS[0], "max_tokens": 9, "logprobs": 1}  # a file's end has no text after it
+    assert client.completions.create(**how, suffix="").choices == client.completions.create(**how).choices
 
 
 def test_settings_of_decoding_are_for_one_request(client, address):

@@ -153,11 +153,11 @@ class Completion(_Body):
 
     @model_validator(mode="after")
     def _fields_fit_together(self) -> Self:
-        if self.suffix is not None and self.constraints:
+        if self.suffix and self.constraints:
             raise ValueError("suffix: an answer that has to follow a grammar has no text after it")
-        if self.suffix is not None and not self.max_tokens:
+        if self.suffix and not self.max_tokens:
             raise ValueError("suffix: needs max_tokens, the length of the gap before it")
-        if self.suffix is not None and self.logprobs is not None:
+        if self.suffix and self.logprobs is not None:
             raise ValueError("suffix: logprobs of an answer with text after it are not known")
         if len(self.prompt) * self.n > _MOST_CHOICES:
             raise ValueError(f"prompt: with n={self.n} for each of them, at most {_MOST_CHOICES // self.n} are served")

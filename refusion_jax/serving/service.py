@@ -48,7 +48,7 @@ class Service:
     def completion(self, body: Completion) -> list[Choice]:
         """The answers to a completion, n for each prompt; UserError if a field cannot be served."""
         self._check_length(len(body.suffix or ""), "suffix")
-        suffix = () if body.suffix is None else (self.encode(body.suffix, "suffix", inside=True),)
+        suffix = (self.encode(body.suffix, "suffix", inside=True),) if body.suffix else ()
         choices, noises = [], collections.defaultdict(lambda: range(body.n))
         for number, prompt in enumerate(body.prompt):
             name = "prompt" if len(body.prompt) == 1 else f"prompt[{number}]"
