@@ -100,7 +100,8 @@ def test_a_model_that_has_to_call_does_and_what_it_calls_is_valid(client):
             streamed[choice.index] |= {call.index: call for call in choice.delta.tool_calls or []}
         assert [reasons[choice.index] for choice in choices] == [choice.finish_reason for choice in choices]
         assert [called(streamed[choice.index].values()) for choice in ended] == whole
-    (one,) = ask(client, tool_choice="required", parallel_tool_calls=False).choices
+    size = {"type": "json_schema", "json_schema": {"name": "size", "schema": SIZE}}  # of an answer that is not a call
+    (one,) = ask(client, tool_choice="required", parallel_tool_calls=False, response_format=size).choices
     assert (one.finish_reason, len(one.message.tool_calls)) == ("tool_calls", 1)
     how = {"tools": TOOLS, "tool_choice": BY_NAME, "temperature": 1.0, "seed": 3, "max_tokens": 256}
     with client.chat.completions.stream(model="tiny", messages=ASK, **how) as events:

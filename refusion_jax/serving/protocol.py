@@ -191,13 +191,14 @@ class Chat(_Body):
 
     @property
     def constraints(self) -> list[tuple[str, str, Any]]:
-        """Those of `_Body`, or a call, which can take the place of JSON, or can be required."""
+        """Those of `_Body`, or a call, which can take the place of JSON and, where it is required, does."""
         given, choice = super().constraints, self.tool_choice
         tools, are_several = [tool.function for tool in self.offered], self.parallel_tool_calls
         if isinstance(choice, NamedTool):
             tools, are_several = [one for one in tools if one.name == choice.function.name], False
         callable_ = [(one.name, one.parameters) for one in tools]
         if choice == "required" or isinstance(choice, NamedTool):
+            given = [one for one in given if one[0] != "response_format"]
             given.append(("tools", "calls", (callable_, are_several, None)))
         elif callable_ and given and given[0][1] == "json":
             given[0] = (given[0][0], "calls", (callable_, are_several, given[0][2]))

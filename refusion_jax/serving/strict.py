@@ -15,13 +15,17 @@ from refusion_jax.cli.command import say
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "best_of": (1,),
     "frequency_penalty": (0,),
+    "include": ([],),  # always, by OpenAI's Agents SDK
+    "include_obfuscation": (False,),
     "logit_bias": ({},),
     "min_p": (0,),
+    "modalities": (["text"],),
     "parallel_tool_calls": (True, False),  # for completions, like the two below
     "presence_penalty": (0,),
     "repetition_penalty": (1, 1.0),  # the latter by vLLM's load generator
     "tool_choice": ("none", "auto"),
     "tools": ([],),
+    "truncation": ("disabled",),
 }
 # What tools send along: labels, bookkeeping of other servers, and what OpenAI's client has parsed of an answer.
 _IGNORED = frozenset(
