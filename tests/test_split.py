@@ -136,6 +136,15 @@ def test_answers_to_other_prompts_are_not_taken_from_a_call_that_was_cut_off(ser
         call([1, 2, 4])
 
 
+def test_the_given_tokens_of_a_template_are_none_of_those_that_crossed(served, model, key, tmp_path, capsys):
+    save(model, epath.Path(tmp_path / "run"))
+    (tmp_path / "in.jsonl").write_text(json.dumps({"prompt_ids": [1, 2], "template": [[3] * 5, 4, [3] * 5]}))
+    given = [f"--checkpoint={tmp_path}/run", f"--key={key}", f"--server=127.0.0.1:{served[1].port}", "--layers=1"]
+    device.main(flags_of(device, *given, f"--input={tmp_path}/in.jsonl", "--decode.slot_size=4"))
+    out, err = capsys.readouterr()
+    assert (len(json.loads(out)["tokens"]), err.split(",")[0]) == (14, "4 tokens")
+
+
 @pytest.mark.slow  # four processes
 def test_three_devices_on_one_server_get_what_the_whole_model_gives(model, key, tmp_path):
     """As processes, at once; with rows in which prompts of several lengths are filled."""

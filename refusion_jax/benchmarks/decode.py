@@ -132,10 +132,10 @@ def measure(
 
     for setup, settings in setups.items():
         requests, kept = prepare(prompts, settings, c), models[setup]
-        decoder, in_templates = decoder_for(requests, c), sum(len(r.given[0]) - len(r.prompt) for r in requests)
+        decoder = decoder_for(requests, c)
         rows, took = batch_rows(len(prompts), settings.batch_size, kept.mesh), float(np.median(seconds[setup]))
         forwards = sum(a.forwards for a in answers[setup])
-        tokens = sum(len(a.tokens) for a in answers[setup]) - in_templates
+        tokens = sum(len(a.tokens) - r.in_template for a, r in zip(answers[setup], requests, strict=True))
         # Rows share forwards; the queue keeps all rows about equally busy.
         each = took / (forwards / rows)
         moved = kept.weight_bytes + rows * decoder.cache_length * token_bytes(kept)

@@ -56,6 +56,11 @@ class Request:
         return parts
 
     @property
+    def in_template(self) -> int:
+        """Number of the answer's tokens that the template gives."""
+        return sum(len(part) for part in self.template if not isinstance(part, int))
+
+    @property
     def length(self) -> int:
         """The maximal length of the whole text, given and decoded."""
         return self.parts[-1][0].stop

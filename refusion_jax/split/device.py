@@ -102,7 +102,7 @@ def main(own: flags.FlagValues) -> None:
         link = Link(address, Path(own.key), stamp, own.layers, own.codec, own.patience)
         began, tokens, todo = time.perf_counter(), 0, answers.left
         for at, answer in decode_split(SplitModel(part, link), [requests[i] for i in todo], decoder):
-            tokens += len(answer.tokens)
+            tokens += len(answer.tokens) - requests[todo[at]].in_template
             answers.add(todo[at], to_record(ids[todo[at]], answer, tokenizer, Stops(())))
     print(summary(link, tokens, time.perf_counter() - began), file=sys.stderr)
     link.close()
