@@ -8,7 +8,8 @@ Axes: R requests admitted at once, B rows of the batch, T tokens, C cache entrie
 
 import abc
 import dataclasses
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, NamedTuple, Self, TypeVar
 
 import jax
@@ -99,6 +100,15 @@ class RowState:
 
 
 State = TypeVar("State", bound=RowState)
+
+
+def map_state(of_rows: Callable, of_entries: Callable, *states: State) -> State:
+    """Maps one function over the arrays of states whose first axis is the batch, another over their `KeyValues`."""
+
+    def of(x, *rest):
+        return of_entries(x, *rest) if isinstance(x, KeyValues) else of_rows(x, *rest)
+
+    return jax.tree.map(of, *states, is_leaf=lambda x: isinstance(x, KeyValues))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -197,11 +207,7 @@ class Decoder(abc.ABC):
             if (is_now.dtype, is_now.shape) != (was.dtype, was.shape):
                 field = f"state{jax.tree_util.keystr(path)}"
                 raise UserError(f"{name}: {field} was {jax.typeof(was)}, and is {jax.typeof(is_now)}")
-
-        def kept(after, before):
-            return after if isinstance(after, KeyValues) else select(state.active, after, before)
-
-        return jax.tree.map(kept, after, state, is_leaf=lambda x: isinstance(x, KeyValues))
+        return map_state(functools.partial(select, state.active), lambda entries, _: entries, after, state)
 
     def scored(self, model: LanguageModel, rows: int) -> int:
         """Places of a shard whose logits exist at once, for a batch of `rows` rows; under `jax.set_mesh`."""

@@ -23,7 +23,7 @@ from refusion_jax.cli.errors import UserError
 from refusion_jax.decoding import cache as kv
 from refusion_jax.decoding import prefixes
 from refusion_jax.decoding.admission import Newcomers, newcomers
-from refusion_jax.decoding.decoder import Decoder, RowState
+from refusion_jax.decoding.decoder import Decoder, RowState, map_state
 from refusion_jax.decoding.memory import REFILL, admissions, check_memory, room_besides
 from refusion_jax.decoding.requests import Answer, Request, read_answer
 from refusion_jax.decoding.sampling import Record, count_drafts, select
@@ -280,11 +280,11 @@ def _admit(
         layout = layout.replace(given=given)
     started = static.decoder.init(nnx.merge(static.graphdef, params), layout, keys)
 
-    def put(axis, old, new_rows):
-        return old.at[(slice(None),) * axis + (new.rows,)].set(new_rows, mode="drop")
+    def put(*at):
+        return lambda old, some: jax.tree.map(lambda old, some: old.at[at].set(some, mode="drop"), old, some)
 
     store = prefixes.write(store, started.cache.entries, new.written) if store else None
-    return _placed(_by_batch_axis(put, state, started)), store
+    return _placed(map_state(put(new.rows), put(slice(None), new.rows), state, started)), store
 
 
 @functools.partial(jax.jit, static_argnames=("static", "recorded", "counts_drafts"), donate_argnames="state")
@@ -327,21 +327,7 @@ def _run(
 @functools.partial(jax.jit, donate_argnames="state")
 def _release(state: RowState, ended: jax.Array) -> RowState:
     """Clears the rows where `ended` [B] is true, except for their keys and values."""
-
-    def clear(axis, x):
-        return x if axis else select(ended, jnp.zeros_like(x), x)
-
-    return _placed(_by_batch_axis(clear, state))
-
-
-def _by_batch_axis(function, state: RowState, *others: RowState) -> RowState:
-    """Maps function(batch axis, array, ...) over a state; the batch axis is 1 in `KeyValues` and 0 elsewhere."""
-
-    def of(x, *rest):
-        axis = 1 if isinstance(x, KeyValues) else 0
-        return jax.tree.map(functools.partial(function, axis), x, *rest)
-
-    return jax.tree.map(of, state, *others, is_leaf=lambda x: isinstance(x, KeyValues))
+    return _placed(map_state(lambda x: select(ended, jnp.zeros_like(x), x), lambda entries: entries, state))
 
 
 def _placed(state: RowState) -> RowState:
@@ -349,10 +335,4 @@ def _placed(state: RowState) -> RowState:
 
     Every program ends with this: if the partitioner chose output shardings, the next program would be recompiled.
     """
-
-    def of(x):
-        if isinstance(x, KeyValues):
-            return kv.split(x)
-        return constrain(x, "batch", *(None,) * (x.ndim - 1))
-
-    return jax.tree.map(of, state, is_leaf=lambda x: isinstance(x, KeyValues))
+    return map_state(lambda x: constrain(x, "batch", *(None,) * (x.ndim - 1)), kv.split, state)
