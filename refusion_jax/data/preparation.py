@@ -167,13 +167,7 @@ class Preparation:
         about["examples"] = sum(report.examples for report in reports)
         directories = {"train": output} | ({"held_out": output / "held_out"} if settings.held_out else {})
         shards = {split: tuple(r.shards[split] for r in reports if split in r.shards) for split in directories}
-        if not shards["train"]:
-            bad = (report.first_bad for report in reports if report.first_bad)
-            why = ", ".join(f"{count:,} {kind}" for kind, count in counted["dropped"].items())
-            first_bad = next(bad, f"all are left out: {why}" if why else f"{parts[0].path} holds no example")
-            raise NothingError(f"--input: no document can be used; the first problem: {first_bad}")
-        if not all(shards.values()):
-            raise NothingError(f"--held_out={settings.held_out:g}: no document was held out; give a larger share")
+        self._check_any(shards, reports, counted["dropped"])
         with replacing(output / "dropped.jsonl") as dropped, open(dropped, "wb") as file:
             for index in range(len(reports)):
                 with (output / PROGRESS / f"dropped-{index:05}.jsonl").open("rb") as part:
@@ -201,6 +195,16 @@ class Preparation:
             write_file(directory / FILE, json.dumps(dataclasses.asdict(manifest), indent=1) + "\n")
         _clean(output)
         return manifest
+
+    def _check_any(self, shards: dict[str, tuple], reports: list[Report], dropped: dict[str, int]) -> None:
+        """Refuses to finish without a single row, or without one that is held out."""
+        if not shards["train"]:
+            bad = (report.first_bad for report in reports if report.first_bad)
+            why = ", ".join(f"{count:,} {kind}" for kind, count in dropped.items())
+            none = f"all are left out: {why}" if why else f"{self.chunks[0][0].path} holds no example"
+            raise NothingError(f"--input: no document can be used; the first problem: {next(bad, none)}")
+        if not all(shards.values()):
+            raise NothingError(f"--held_out={self.settings.held_out:g}: no document was held out; give a larger share")
 
 
 def _check_unfinished(output: epath.Path, begun: dict[str, str]) -> bool:

@@ -146,9 +146,12 @@ class _Counter:
             size = 0.0  # AllocateBuffer and the like
         return Costs((Operation(1, _flops(computation, i), size, narrow=_narrow(computation, i)),))
 
+    def _inside(self, fusion: Instruction) -> Computation:
+        return self._module.computations[fusion.attribute("calls")]
+
     def _fusion(self, computation: Computation, i: Instruction) -> Costs:
         """A fusion is one operation: only what it reads and writes goes through memory."""
-        inside = self._module.computations[i.attribute("calls")]
+        inside = self._inside(i)
         nested = [self._fused(inside, j) for j in inside.instructions.values()]
         if inside.name.startswith("async_collective_fusion") or i.name.startswith("async-collective-done"):
             # Steps of a collective that overlaps with arithmetic; it is counted where it starts.
@@ -167,7 +170,7 @@ class _Counter:
 
     def _fused(self, inside: Computation, j: Instruction) -> Costs:
         if j.opcode == "fusion":
-            deeper = self._module.computations[j.attribute("calls")]
+            deeper = self._inside(j)
             return add([self._fused(deeper, k) for k in deeper.instructions.values()])
         if kind := collective_kind(j):
             return Costs(collectives=(self._collective(kind, inside, j),))
@@ -182,28 +185,29 @@ class _Counter:
 
     def _taken(self, inside: Computation, name: str) -> float:
         """Bytes of a value that its users in a fusion need; infinite if one of them needs all of it."""
-        taken = 0.0
-        for user in (i for i in inside.instructions.values() if name in i.operands):
-            if user.opcode in ("dynamic-slice", "slice", "gather") and user.operands[0] == name:
-                taken += user.shapes[0].bytes
-            elif user.opcode == "dynamic-update-slice" and user.operands[0] == name:
-                continue  # updated in place
-            elif collective_kind(user) or (user.is_root and user.opcode == "tuple"):
-                continue  # passed on
-            elif self._is_copy(user) and not user.is_root:
-                taken += self._taken(inside, user.name)
-            elif user.opcode == "fusion":
-                deeper = self._module.computations[user.attribute("calls")]
-                numbers = (n for n, operand in enumerate(user.operands) if operand == name)
-                taken += sum(self._taken(deeper, deeper.parameters[n].name) for n in numbers if n in deeper.parameters)
-            else:
-                return math.inf
-        return taken
+        users = (i for i in inside.instructions.values() if name in i.operands)
+        return sum((self._needed(inside, name, user) for user in users), 0.0)
+
+    def _needed(self, inside: Computation, name: str, user: Instruction) -> float:
+        """Bytes of a value that one of its users in a fusion needs."""
+        if user.opcode in ("dynamic-slice", "slice", "gather") and user.operands[0] == name:
+            return user.shapes[0].bytes
+        if user.opcode == "dynamic-update-slice" and user.operands[0] == name:
+            return 0.0  # updated in place
+        if collective_kind(user) or (user.is_root and user.opcode == "tuple"):
+            return 0.0  # passed on
+        if self._is_copy(user) and not user.is_root:
+            return self._taken(inside, user.name)
+        if user.opcode == "fusion":
+            deeper = self._inside(user)
+            numbers = (n for n, operand in enumerate(user.operands) if operand == name)
+            return sum(self._taken(deeper, deeper.parameters[n].name) for n in numbers if n in deeper.parameters)
+        return math.inf
 
     def _is_copy(self, i: Instruction) -> bool:
         """Whether an instruction inside a fusion only changes the layout of its operand, as far as that is needed."""
         if i.opcode == "fusion":
-            return all(self._is_copy(j) for j in self._module.computations[i.attribute("calls")].instructions.values())
+            return all(self._is_copy(j) for j in self._inside(i).instructions.values())
         return i.opcode in ("parameter", "copy", "bitcast")
 
     def _written(self, inside: Computation, i: Instruction) -> float:
@@ -222,7 +226,7 @@ class _Counter:
         if value.opcode == "bitcast":
             return self._stored(inside, inside.instructions[value.operands[0]])
         if value.opcode == "fusion":
-            deeper = self._module.computations[value.attribute("calls")]
+            deeper = self._inside(value)
             return self._stored(deeper, deeper.root)
         return sum(s.bytes for s in value.shapes)
 
@@ -244,7 +248,7 @@ class _Counter:
         while value is not None and value.opcode in ("bitcast", "copy"):
             value = computation.instructions.get(value.operands[0])
         if value is not None and value.opcode == "fusion":
-            inside = self._module.computations[value.attribute("calls")]
+            inside = self._inside(value)
             return self._is_part_among_zeros(inside, inside.root.name)
         return value is not None and value.opcode == "dynamic-update-slice"
 
