@@ -6,6 +6,7 @@ Axes: B rows, T tokens of a prompt, W fed tokens, P tokens in the cache, V token
 import torch
 
 _WITHOUT_EFFECT = {"synced_gpus", "token_type_ids", "tokenizer", "use_cache", "bos_token_id"}  # on the text
+_WITHOUT_EFFECT |= {"custom_generate", "trust_remote_code"}  # which transformers 4 passes on
 _WITHOUT_EFFECT |= {"transformers_version", "_from_model_config"}  # of a GenerationConfig, as are the next
 _OF_SAMPLING = {"temperature", "top_k", "top_p"}  # which a GenerationConfig may have for other calls
 
