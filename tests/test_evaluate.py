@@ -135,9 +135,10 @@ def test_an_answer_ends_where_its_first_stop_string_begins_and_its_row_sooner(lo
             assert sample["decoding"][0]["tokens"] <= len(sample["resps"][0][0].encode())  # a byte each at least
 
 
-def test_choices_and_texts_are_scored_by_the_exact_likelihood(loaded, tasks, tmp_path):
+def test_choices_and_texts_are_scored_by_the_exact_likelihood(loaded, tasks, tmp_path, capsys):
     model, tokenizer = loaded
     _, samples = evaluate(loaded, tmp_path / "choices", "choices", tasks(CHOICES), limit=5, scoring={"slot_size": 4})
+    assert "Tokenizing" not in capsys.readouterr().err  # a progress bar of lm_eval
     for sample in samples:
         prompt = tokenizer.encode_prompts([sample["doc"]["question"]])[0]
         for (context, choice), ((nats, _),) in zip(sample["arguments"], sample["resps"], strict=True):

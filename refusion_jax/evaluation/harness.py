@@ -6,6 +6,7 @@ Requests are answered by the continuous-batching queue (`generate_until`) or by 
 
 import collections
 import dataclasses
+import functools
 import hashlib
 import json
 from collections.abc import Callable, Mapping
@@ -229,6 +230,8 @@ class EvaluatedModel(TemplateLM):
         }
 
     # Likelihood.
+
+    loglikelihood = functools.partialmethod(TemplateLM.loglikelihood, disable_tqdm=True)  # it ignores TQDM_DISABLE
 
     def _loglikelihood_tokens(self, requests, **_: object) -> list[tuple[float, bool]]:
         return self._score([(context, continuation) for _, context, continuation in requests])
