@@ -51,7 +51,7 @@ def decoding(model, link, method, prompts=PROMPTS, layers=1, **changes):
 
 
 def test_a_row_of_a_batch_that_holds_no_prompt_stops_nothing(served, model, key):
-    """The last of four; `ar` feeds the place before the one that it predicts, also where there is none."""
+    """The last of four; `ar` computes at the place before the one that it predicts, also where there is none."""
     link = link_to(served, model, key)
     assert decoding(model, link, "ar", PROMPTS[:3])() == decode(model, PROMPTS[:3], settings("ar")).tokens
     link.close()

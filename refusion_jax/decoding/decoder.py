@@ -173,7 +173,7 @@ class Decoder(abc.ABC):
     def start(self, kind: type[State], layout: Layout, keys: Key[Array, "B"], at_once: int = 0, **own: Any) -> State:
         """The initial state of rows, of this kind, with the fields that it adds to `RowState`.
 
-        One forward pass commits at most `at_once` tokens of a row, by default as many as it feeds: the record needs
+        One forward pass commits at most `at_once` tokens of a row, by default as many as it computes: the record needs
         room for that many extra entries.
         """
         zeros = jnp.zeros_like(layout.given.length)
