@@ -17,12 +17,14 @@ from conftest import (
     tiny_config,
     tiny_model,
 )
-from helpers import SHIPPED
+from helpers import SHIPPED, tiny_qwen3, write_tokenizer
+from test_huggingface import change_config
 
 from refusion_jax import UserError, decode, load_model
 from refusion_jax.batch.rows import Rows
 from refusion_jax.checkpoints.load import load_for
-from refusion_jax.decoding.auxiliary import with_auxiliaries
+from refusion_jax.data.fast_tokenizer import load_tokenizer_file
+from refusion_jax.decoding.auxiliary import joined, with_auxiliaries
 from refusion_jax.decoding.requests import Request, prepare
 from refusion_jax.systems import dream
 from refusion_jax.systems.api import decoder_for
@@ -146,6 +148,36 @@ def test_the_vocabulary_of_the_verifier_may_be_padded_otherwise(padded):
     for own in (settings("apd"), settings("apd", temperature=1.0)):
         one, two = (decode(with_auxiliaries(model, verifier=x), PROMPTS, own) for x in (verifier, same))
         assert one == two
+
+
+@pytest.mark.parametrize(("weight", "forwards"), [(0.6, 16), (1.0, 1)])
+def test_a_verifier_never_agrees_to_an_id_that_it_lacks_unless_it_has_no_say(weight, forwards):
+    """Both write token 29 everywhere, which in the verifier is a row after its tokens; its own best is 9."""
+    models = tiny_model(), tiny_model(num_tokens=29)
+    for model in models:
+        model.layers.o_proj[...] *= 0
+        model.layers.down_proj[...] *= 0
+        embedding, head = jnp.ones_like(model.embed_tokens[...]), jnp.zeros_like(model.lm_head[...])
+        model.embed_tokens[...], model.lm_head[...] = embedding, head.at[29].set(1.0).at[9].set(0.5)
+    model = joined(models[0], {"verifier": models[1]})
+    for temperature in (0.0, 1e-3):
+        out = decode(model, PROMPTS, settings("apd", drafter_weight=weight, temperature=temperature))
+        assert (out.tokens, out.forwards) == ([[29] * 16] * len(PROMPTS), [forwards] * len(PROMPTS))
+
+
+def test_a_verifier_may_have_fewer_ids_if_all_that_both_have_mean_the_same(tmp_path):
+    """As Dream 7B and Qwen2.5-0.5B, whose vocabulary Dream continues with two special tokens."""
+    big, small = tmp_path / "big", tmp_path / "small"
+    tiny_qwen3(big)
+    ids = load_tokenizer_file(write_tokenizer(big, also=["<|beginoftext|>", "<|mask|>"]), "<mask>").mask_id
+    change_config(big, mask_token_id=ids, refusion_jax={"objective": "dream", "shifted": True})
+    tiny_qwen3(small, vocab_size=ids, num_tokens=ids - 1)
+    change_config(small, mask_token_id=None, eos_token_id=5)
+    model = load_for(big, s := settings("apd", verifier=str(small)))
+    assert (model.config.num_tokens, model.verifier.config.num_tokens) == (ids + 1, ids)
+    assert len(decode(model, [[70, 80]], s).tokens[0]) == 16
+    with pytest.raises(UserError, match="was trained with objective=dream; apd needs a model of ar"):
+        load_for(small, settings("apd", verifier=str(big)))
 
 
 def test_a_checkpoint_is_loaded_with_those_that_the_settings_name():

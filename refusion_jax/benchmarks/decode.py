@@ -35,7 +35,7 @@ from refusion_jax.checkpoints.load import load_auxiliaries, load_model
 from refusion_jax.cli import command, flag_values
 from refusion_jax.cli.errors import UserError, naming
 from refusion_jax.cli.progress import track
-from refusion_jax.decoding.auxiliary import with_auxiliaries
+from refusion_jax.decoding.auxiliary import joined
 from refusion_jax.decoding.memory import token_bytes
 from refusion_jax.decoding.prompts import read_prompts
 from refusion_jax.decoding.queue import batch_rows
@@ -96,7 +96,7 @@ def main(own: flags.FlagValues) -> None:
             prompts = random_prompts(own.prompts_per_row * batch_size, own.prompt_length, model.config)
         models = dict.fromkeys(setups, model)
         for setup, settings in setups.items() if own.checkpoint else ():
-            models[setup] = with_auxiliaries(model, **load_auxiliaries(own.checkpoint, settings, own.dtype))
+            models[setup] = joined(model, load_auxiliaries(own.checkpoint, settings, own.dtype))
         for record in measure(models, setups, prompts, own.repeats, bandwidth):
             print(json.dumps(record), flush=True)
             table.add_row(

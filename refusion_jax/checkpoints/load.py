@@ -10,14 +10,14 @@ import numpy as np
 from etils import epath
 from flax import nnx
 
-from refusion_jax.checkpoints.contents import find_tokenizer, read_model_config
+from refusion_jax.checkpoints.contents import find_objective, find_tokenizer, read_model_config
 from refusion_jax.checkpoints.directory import find_step
 from refusion_jax.checkpoints.run_directory import read_adapters
 from refusion_jax.checkpoints.weights import Reader, checked, open_params, restore_params
 from refusion_jax.cli.errors import SettingError, UserError, check_made
 from refusion_jax.cli.settings import declared
 from refusion_jax.data.fast_tokenizer import first_difference
-from refusion_jax.decoding.auxiliary import check_auxiliaries, check_vocabulary, with_auxiliaries
+from refusion_jax.decoding.auxiliary import check_auxiliaries, check_vocabulary, joined
 from refusion_jax.decoding.settings import Settings
 from refusion_jax.distributed.sharding import make_mesh
 from refusion_jax.model import huggingface, peft
@@ -70,21 +70,30 @@ def load_for(
 ) -> LanguageModel:
     """`load_model`, with `load_auxiliaries`."""
     auxiliary = load_auxiliaries(path, settings, dtype, mesh)
-    return with_auxiliaries(load_model(path, dtype, mesh, settings.weights), **auxiliary)
+    return joined(load_model(path, dtype, mesh, settings.weights), auxiliary)
 
 
 def load_auxiliaries(
     path: epath.PathLike, settings: Settings, dtype: str = "float32", mesh: jax.sharding.Mesh | None = None
 ) -> dict[str, Transformer]:
-    """The auxiliary models that a decoder's settings name, for the model in `path`; all must share one tokenizer."""
+    """The auxiliary models that a decoder's settings name, for the model in `path`.
+
+    SettingError if another system trained one, or if its ids mean something else; it may have fewer or more of them.
+    """
     auxiliary = {}
     check_auxiliaries(settings, settings)
-    for name in settings.auxiliary_models:
+    for name, recipe in settings.auxiliary_models.items():
         other = getattr(settings, name)
-        check_vocabulary(name, other, read_model_config(epath.Path(path)), read_model_config(epath.Path(other)))
-        tokenizers = [find_tokenizer(epath.Path(place)) for place in (path, other)]
-        if all(tokenizers) and (token := first_difference(*tokenizers)) is not None:
-            raise SettingError("decode", name, other, f"has another tokenizer than {path}: token {token} is other text")
+        places, needed = [epath.Path(path), epath.Path(other)], recipe["objective"]
+        tokenizers, why = [find_tokenizer(place) for place in places], ""
+        if (trained := find_objective(places[1])) not in (None, needed, settings.method):
+            why = f"was trained with objective={trained}; {settings.method} needs a model of {needed}"
+        elif not all(tokenizers):
+            check_vocabulary(name, other, *map(read_model_config, places))
+        elif (token := first_difference(*tokenizers)) is not None:
+            why = f"has another tokenizer than {path}: token {token} is other text"
+        if why:
+            raise SettingError("decode", name, other, why)
         auxiliary[name] = load_model(other, dtype, mesh, settings.weights)
     return auxiliary
 

@@ -18,13 +18,12 @@ _SAME = ("num_tokens", "eos_token_id")  # must agree; an auxiliary model neither
 
 
 class WithAuxiliaries(Wrapper):
-    """A model with auxiliary models as attributes, named as their settings are; see `check_vocabulary`."""
+    """A model with auxiliary models as attributes, named as their settings are."""
 
     def __init__(self, model: LanguageModel, **auxiliary: LanguageModel):
         super().__init__(model)
         self.names = tuple(auxiliary)
         for name, other in auxiliary.items():
-            check_vocabulary(name, "", model.config, other.config)
             setattr(self, name, other)
 
     weight_bytes = property(lambda self: sum(model.weight_bytes for model in self.models))  # each decodes in a round
@@ -39,6 +38,13 @@ class WithAuxiliaries(Wrapper):
 
 
 def with_auxiliaries(model: LanguageModel, **auxiliary: LanguageModel) -> LanguageModel:
+    """The model with auxiliary ones, whose tokenizers nobody has compared; SettingError as in `check_vocabulary`."""
+    for name, other in auxiliary.items():
+        check_vocabulary(name, "", model.config, other.config)
+    return joined(model, auxiliary)
+
+
+def joined(model: LanguageModel, auxiliary: dict[str, LanguageModel]) -> LanguageModel:
     """`WithAuxiliaries`, or the model itself if there are none."""
     return WithAuxiliaries(model, **auxiliary) if auxiliary else model
 
@@ -51,9 +57,14 @@ def check_vocabulary(name: str, path: str, model: ModelConfig, other: ModelConfi
             raise SettingError("decode", name, path, why)
 
 
-def in_vocabulary(logits: Float32[Array, "B T U"], size: int) -> Float32[Array, "B T V"]:
-    """The logits of an auxiliary model for V rows of an output head: their padding may differ, their tokens do not."""
-    return jnp.pad(logits, ((0, 0), (0, 0), (0, max(size - logits.shape[2], 0))))[:, :, :size]
+def in_vocabulary(logits: Float32[Array, "B T U"], other: ModelConfig, size: int) -> Float32[Array, "B T V"]:
+    """The logits of an auxiliary model for V rows of an output head; ids that are no tokens of its have probability 0.
+
+    Theirs is the least finite number: multiplied by 0, where the model has no weight, it is 0, as -inf would not be.
+    """
+    token, least = jnp.arange(logits.shape[2]), jnp.finfo(logits.dtype).min
+    logits = jnp.where((token < other.num_tokens) & (token != other.mask_token_id), logits, least)
+    return jnp.pad(logits, ((0, 0), (0, 0), (0, max(size - len(token), 0))), constant_values=least)[:, :, :size]
 
 
 def check_auxiliaries(there: LanguageModel | Settings, settings: Settings) -> None:

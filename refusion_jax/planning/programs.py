@@ -3,7 +3,6 @@
 Configs are passed as JSON, because these functions are called in a child process.
 """
 
-import dataclasses
 import json
 import math
 
@@ -18,7 +17,7 @@ from refusion_jax.cli.errors import SettingError
 from refusion_jax.config import check, check_mesh
 from refusion_jax.config.model import model_config
 from refusion_jax.decoding import queue
-from refusion_jax.decoding.auxiliary import check_auxiliaries, with_auxiliaries
+from refusion_jax.decoding.auxiliary import check_auxiliaries, joined
 from refusion_jax.decoding.memory import admissions
 from refusion_jax.decoding.requests import prepare
 from refusion_jax.decoding.settings import Settings
@@ -73,11 +72,8 @@ def lower_decode(config: str, topology: str, slices: int, settings: Settings) ->
         return nnx.merge(*abstract_transformer(shape, c.dtype, mesh, "config.mesh", *kinds))
 
     paths = {name: epath.Path(getattr(settings, name)) for name in settings.auxiliary_models}
-    tokens = {"num_tokens": shape.num_tokens, "eos_token_id": shape.eos_token_id}  # as if of the same tokenizer
-    others = {name: dataclasses.replace(read_model_config(path), **tokens) for name, path in paths.items()}
-    model = with_auxiliaries(
-        abstract_model(shape, settings.head_rows), **{name: abstract_model(other) for name, other in others.items()}
-    )
+    others = {name: abstract_model(read_model_config(path)) for name, path in paths.items()}
+    model = joined(abstract_model(shape, settings.head_rows), others)
     graphdef, target = nnx.split(model)
     requests = prepare([[0] * length], settings, shape)
     decoder = decoder_for(requests, shape)

@@ -2,7 +2,8 @@
 
 Decoding: the next `lookahead` places are masks, and one pass of the model drafts a token for each, independently of
 the others. The verifier, a model of the system `ar` with the same tokenizer (`--decode.verifier=RUN`), reads these
-drafts in one forward pass after the text. Target and draft of a place are sampled with the same noise (none if greedy):
+drafts in one forward pass after the text; special tokens that only one of the two has, it never writes. Target and
+draft of a place are sampled with the same noise (none if greedy):
 
     target = softmax(R l_D + (1 - R) l_AR)        R = `drafter_weight`, l_D of the model, l_AR of the verifier
 
@@ -97,7 +98,7 @@ class DraftAndAgree(Continuer):
         fed = jnp.concatenate([last, drafts[:, :-1]], axis=1)
         logits, cache = kv.extend(model.verifier, s.cache, fed, at - 1)
         share = s.settings.drafter_weight[:, None, None]
-        verifier = in_vocabulary(logits, drafter.real.shape[2])
+        verifier = in_vocabulary(logits, model.verifier.config, drafter.real.shape[2])
         blended = jnp.where(drafter.real > -jnp.inf, share * drafter.real + (1 - share) * verifier, -jnp.inf)
         # With the noise of the drafts.
         targets = sample(s.choosable(blended, at), is_mask, s.forward_keys, at, s.settings)

@@ -123,7 +123,7 @@ class WithDrafter(Wrapper):
         fed = jnp.where(offset == 0, last[:, None], self.drafter.config.mask_token_id)
         x, visible = self.drafter.embedded(fed), jnp.tril(jnp.ones((len(last), M, M), bool))
         x, _ = self._through_drafter(x, place[:, None] + offset, cache.entries, cache.length, visible)
-        return in_vocabulary(self.drafter.logits(self.drafter.normed(x)), self.config.vocab_size)
+        return in_vocabulary(self.drafter.logits(self.drafter.normed(x)), self.drafter.config, self.config.vocab_size)
 
     def _through_drafter(self, x, positions, cached, length, visible) -> tuple[Float[Array, "B T D"], KeyValues]:
         attend = attend_over(cached, length, visible, Ragged.whole(*x.shape[:2]), self.config.num_hidden_layers)
