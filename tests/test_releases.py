@@ -113,6 +113,17 @@ def test_what_a_config_json_leaves_open_is_what_the_authors_code_assumes(tmp_pat
         assert (config.mask_token_id, config.block_size, config.eos_token_id) == (mask, block, eos)
 
 
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
+def test_a_drafter_of_pard_is_known_by_a_key_and_not_mistaken_for_the_model_that_it_was(family, tmp_path):
+    """Its config.json is that of its family, with the token that its masks are."""
+    described = huggingface_config.describe(tiny_config(family=family), "float32") | {"mask_token_id": None}
+    del described["refusion_jax"]
+    for keys, mask, system in ({}, -1, "ar"), ({"spd_type": "pard", "pard_token": 29}, 29, "pard"):
+        (tmp_path / "config.json").write_text(json.dumps(described | keys))
+        assert read_model_config(epath.Path(tmp_path)).mask_token_id == mask
+        assert find_objective(epath.Path(tmp_path)) == system
+
+
 @pytest.mark.thorough
 def test_a_mixture_comes_back_to_the_bit_and_is_known_again(tmp_path):
     """Its query, key and value are one tensor, its first layer has no experts, and its model_type is its family's."""
@@ -165,6 +176,7 @@ def test_a_field_that_is_not_understood_is_refused_by_name(name, change, said, t
 SCALED = {"rope_type": "linear", "factor": 4.0}
 CONTRADICTIONS = [  # what config.json says of a family (...: nothing), and what is said of that
     ("llama", {"is_causal": False}, "is_causal=false is not supported"),
+    ("llama", {"architectures": ["Other"]}, r'architectures=\["Other"\] is not .* we read \["LlamaForCausalLM"\]'),
     ("llama", {"sliding_window": 4}, "sliding_window=4 is not supported"),
     ("llama", {"query_pre_attn_scalar": 3}, "query_pre_attn_scalar=3 is not supported"),
     ("llama", {"rope_local_base_freq": 9.0, "layer_types": ["full_attention"] * 2}, "rope_local_base_freq=9.0 is not"),

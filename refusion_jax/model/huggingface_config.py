@@ -152,10 +152,10 @@ def read_config(path: epath.Path, releases: Releases = NONE) -> Config:
     given = read_json(file)
     system, release = _release_of(given, releases)
     if release.family not in FAMILIES:
-        known = ", ".join([*FAMILIES, *sorted({one.model_type for some in releases.values() for one in some})])
-        _refuse(
-            file, "model_type", given.get("model_type"), f"of Hugging Face models we read those of model_type {known}"
-        )
+        released = sorted(one.model_type for some in releases.values() for one in some)
+        known = ", ".join(dict.fromkeys([*FAMILIES, *released]))
+        why = f"of Hugging Face models we read those of model_type {known}"
+        _refuse(file, "model_type", given.get("model_type"), why)
     family = FAMILIES[release.family]
     _check_keys(file, given, family, release, is_released=system is not None)
     renamed = {ours: given[key] for key, ours in {**family.keys, **release.keys}.items() if key in given}
@@ -171,18 +171,24 @@ def read_config(path: epath.Path, releases: Releases = NONE) -> Config:
 
 
 def _release_of(given: dict[str, Any], releases: Releases) -> tuple[str | None, Release]:
-    """(system, release) that a config.json describes, the one with its fixed keys first; (None, plain) if none does."""
+    """(system, release) that a config.json describes, the one with its fixed keys first; (None, plain) if none does.
+
+    A release under the model_type of a family is only described by its fixed keys.
+    """
     model_type = str(given.get("model_type"))
     released = {} if _SECTION in given else releases  # what we wrote follows its family
     found = [(system, one) for system, some in released.items() for one in some if one.model_type == model_type]
-    found.sort(key=lambda item: any(given.get(key) != value for key, value in item[1].fixed.items()))
-    return found[0] if found else (None, Release(model_type, model_type))
+    if not found or model_type in FAMILIES:
+        found.append((None, Release(model_type, model_type)))
+    return min(found, key=lambda item: any(given.get(key) != value for key, value in item[1].fixed.items()))
 
 
 def _check_keys(file: epath.Path, given: dict[str, Any], family: Family, release: Release, is_released: bool) -> None:
     """Refuses keys whose values we do not compute; of a release, also keys that we do not know."""
     fixed = {**family.activation, **family.fixed, **release.fixed, "quantization_config": None, "is_causal": True}
     fixed |= {key: None for key in _OF_KINDS if key not in family.defaults}
+    if given.get("architectures") and not is_released:  # other classes compute other things under a known model_type
+        fixed["architectures"] = [family.architecture]
     for key, value in fixed.items():
         if (said := given.get(key, family.defaults.get(key, value))) != value:
             _refuse(file, key, said, f"of model_type={given['model_type']} we read {json.dumps(value)}")

@@ -35,6 +35,7 @@ from refusion_jax.decoding.decoder import Continuation
 from refusion_jax.decoding.reference import ReferenceDecoder
 from refusion_jax.decoding.requests import Layout, Request
 from refusion_jax.decoding.sampling import entry
+from refusion_jax.model.families import Release
 from refusion_jax.model.interface import LanguageModel
 from refusion_jax.systems import ar
 from refusion_jax.systems.interface import System
@@ -90,7 +91,8 @@ class DraftAndVerify(ar.Speculative):
         logits, drafter = kv.extend(model.drafter, s.drafter, fed, first - s.count[:, None] + offset)
         from_token = s.count[:, None] - 1 + offset[:, :M]  # [B, M] of N + M - 1
         drafting = jnp.take_along_axis(logits, from_token[:, :, None], axis=1)
-        drafts, q = self.draw_drafts(s, in_vocabulary(drafting, model.config.vocab_size))
+        drafting = in_vocabulary(drafting, model.drafter.config, model.config.vocab_size)
+        drafts, q = self.draw_drafts(s, drafting)
 
         last = entry(s.recent, s.count - 1)
         after, tokens, kept = self.verify(model, s, last, drafts, jnp.full_like(last, M), q)
@@ -116,4 +118,15 @@ SYSTEM = System(
     references={"pard": reference},
     scoring=ar.SCORING,
     decodes=("ar",),
+    # Drafters: models of a family, whose masks are an unused token of its vocabulary.
+    releases=tuple(
+        Release(
+            family,
+            family,
+            keys={"pard_token": "mask_token_id"},
+            fixed={"spd_type": "pard"},
+            ignored=("pretraining_tp", "use_mrope"),
+        )
+        for family in ("llama", "qwen2", "qwen3")
+    ),
 )
