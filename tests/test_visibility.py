@@ -9,17 +9,19 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from conftest import MASK, causal
-from helpers import drawn_matrix
+from helpers import drawn_matrix, packed
 from jax.sharding import AbstractDevice, AbstractMesh
 
 from refusion_jax.batch import visibility
 from refusion_jax.batch.folding import Folded, fold, fold_visibility, unfold
+from refusion_jax.batch.rows import noise_keys
 from refusion_jax.batch.visibility import BIDIRECTIONAL, CAUSAL, BlockCausal, CausalStreams, Pattern, Visibility
 from refusion_jax.distributed import sharding
 from refusion_jax.model.attention import attention
 from refusion_jax.model.packed_attention import backend_for, packed_attention, triton_attention
 from refusion_jax.model.splash import splash_attention
 from refusion_jax.systems import block_diffusion, card, idlm, wedlm
+from refusion_jax.systems.dense import objective as dense
 
 SEGMENTS = jnp.array([[1, 1, 1, 1, 2, 2, 2, 3, 0, 0], [1, 1, 2, 2, 2, 2, 2, 2, 2, 2]])
 
@@ -76,6 +78,16 @@ def test_keys_are_counted_and_bounded_as_the_mask_has_them(pattern, length):
         first, last = pattern.key_range(length, begin, end)
         outside = np.delete(dense[begin:end], np.s_[first:last], axis=1)
         assert not outside.any()
+
+
+@pytest.mark.parametrize("copies", [0.3, 1.0])
+def test_keys_of_dense_rows_are_counted_as_their_random_masks_have_them_on_average(copies):
+    """FLOPs and MFU are counted by that number. A mask sees what precedes its slot, not all before it in the row."""
+    objective = dense.DenseSlots(MASK, (2, 4), 0.5, copies, 1.0)
+    rows = jax.tree.map(lambda x: jnp.tile(x, (64, 1)), packed([(0, 40)], 40))
+    seen = jax.jit(objective.corrupt)(rows, noise_keys(0, 0, 64)).visibility
+    counted = objective.pattern.keys_seen(objective.input_length(40))
+    assert counted == pytest.approx(float(seen.mask().sum(axis=2).mean()), rel=0.03)
 
 
 def test_the_folded_row_of_the_docstring():

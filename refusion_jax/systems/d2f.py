@@ -78,7 +78,7 @@ class BlockForcing(Objective):
 
     @property
     def pattern(self) -> Pattern:
-        """An upper bound, as blocks are counted from the start of each response."""
+        """About as many keys: blocks are counted from the start of each response, and a prompt sees all of itself."""
         return BlockCausal(self.block_length)
 
     def corrupt(self, rows: Rows, keys: Key[Array, "B"]) -> Batch:

@@ -55,7 +55,7 @@ class Objective(abc.ABC):
     @property
     @abc.abstractmethod
     def pattern(self) -> Pattern:
-        """The attention mask, by which FLOPs are counted; an upper bound if the mask is random."""
+        """The attention mask, by which FLOPs are counted; if it is random, one that sees about as many keys."""
 
     @abc.abstractmethod
     def corrupt(self, rows: Rows, keys: Key[Array, "B"]) -> Batch:

@@ -34,14 +34,27 @@ import math
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import struct
 from jaxtyping import Array, Int32, Key, UInt32
 
 from refusion_jax.batch.batch import Batch, mean_over
 from refusion_jax.batch.rows import Rows, document_start, next_in_row, precedes_response, row_index, text_positions
-from refusion_jax.batch.visibility import CAUSAL, Pattern, Visibility
+from refusion_jax.batch.visibility import Pattern, Visibility
 from refusion_jax.cli.settings import setting
 from refusion_jax.systems.interface import Objective
+
+
+@dataclasses.dataclass(frozen=True)
+class Copied(Pattern):
+    """[T clean; M copies], with M = ceil(share T) masks, evenly spaced over the row, each of which is a slot."""
+
+    share: float
+
+    def rank_and_group(self, length: int) -> tuple[Int32[np.ndarray, "T"], Int32[np.ndarray, "T"]]:
+        T = int(length / (1 + self.share) + 1e-6)
+        index, copied = np.arange(T, dtype=np.int32), np.linspace(0, T, length - T, endpoint=False).astype(np.int32)
+        return np.concatenate([2 * index + 2, 2 * copied]), np.concatenate([0 * index, copied + 1])
 
 
 @struct.dataclass
@@ -78,8 +91,8 @@ class DenseSlots(Objective):
 
     @property
     def pattern(self) -> Pattern:
-        """An upper bound: what a copy sees depends on the order of the slots, but always precedes it."""
-        return CAUSAL
+        """Of slots of one token; whatever the slots, a mask sees as many keys as the clean token at its place."""
+        return Copied(self.copies)
 
     def input_length(self, row_length: int) -> int:
         """T + M."""
