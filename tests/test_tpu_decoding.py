@@ -27,7 +27,7 @@ from refusion_jax.planning import hlo
 from refusion_jax.planning.compiler import compile_program, tpu_devices
 from refusion_jax.planning.costs import collective_kind, count
 from refusion_jax.planning.programs import lower_decode
-from refusion_jax.planning.report import decoding_loop
+from refusion_jax.planning.report import decoding_loop, to_table
 
 ROWS, CACHE, PLACES = 8, 1024 + 32, 8 * 2 * 32  # a block is written after the text; all rows plan the next, too
 
@@ -41,7 +41,11 @@ def test_a_decoder_that_does_not_fit_is_told_the_batch_that_does():
     out, err = run("plan", *flags, code=2)
     record = json.loads(out)
     assert (record["what"], record["fits"]) == ("decode", False)
-    assert record["flops_per_chip"] > 0
+    # How many passes a prefill takes depends on the prompts; one is counted: 256 tokens of 32 rows, on four chips.
+    weights, seen = 4 * 1024 * (2 * 16 * 128 + 2 * 8 * 128 + 3 * 3072), 4 * 4096 * 16 * 128
+    prefill = record["flops_per_chip"] - record["forward_flops_per_chip"]
+    assert prefill == pytest.approx(8 * 256 * (2 * weights + 4 * seen), rel=0.1)
+    assert to_table(record).columns[0].header == "one chip, one pass of the prefill and one forward"
     warning = f"{line}\n" if (line := version_mismatch()) else ""
     assert re.fullmatch(rf"{re.escape(warning)}error: needs .* --decode.batch_size=(520|260) makes it fit\n", err)
 

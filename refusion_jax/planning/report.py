@@ -90,8 +90,8 @@ def plan_decode(
 ) -> dict:
     """Compiles decoding; raises as `plan_train`.
 
-    Costs are those of the prefill plus one forward pass, as the number of forward passes depends on the data, and those
-    of this forward pass; both for a full cache.
+    Costs are those of one pass of the prefill (at most 256 tokens of the rows that are admitted at once) plus one of
+    decoding, as the number of either depends on the data, and those of the latter; both for a full cache.
     """
     arguments = (config.to_json(), topology, slices, settings)
     compiled = compile_program(programs.lower_decode, arguments, memory_only)
@@ -182,7 +182,7 @@ def to_table(r: dict) -> Table:
     slices = f"{r['slices']} slices of " if r["slices"] > 1 else ""
     title = f"{r['what']} on {slices}{r['topology']}: {r['chips']} chips{f' ({split})' if split else ''}"
     where = "one chip" if r["devices"] == r["chips"] else "one device, half a chip"
-    what = "prefill and one forward" if r["what"] == "decode" else "one step"
+    what = "one pass of the prefill and one forward" if r["what"] == "decode" else "one step"
     table = Table(f"{where}, {what}", Column(justify="right"), title=title, title_justify="left")
     for label, value in _rows(r):
         table.add_row(label, value)
@@ -210,7 +210,7 @@ def _rows(r: dict) -> Iterator[tuple[str, str]]:
             how = ", fused with arithmetic" if c["fused"] else ", overlapped" if c["overlapped"] else ""
             yield f"  {c['kind']} x {c['count']:,.0f}, {c['over']}{how}", _bytes(c["bytes"])
     if r["what"] == "decode":
-        yield "prefill and one forward, at least (not calibrated)", _seconds(r["prefill_and_forward_seconds"])
+        yield "both, at least (not calibrated)", _seconds(r["prefill_and_forward_seconds"])
         yield "one forward: HBM traffic", _bytes(r["forward_hbm_bytes_per_chip"])
         yield "one forward, at least (not calibrated)", _seconds(r["forward_seconds"])
     else:
