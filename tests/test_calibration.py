@@ -14,6 +14,7 @@ from refusion_jax.benchmarks import calibration, decode, gpu
 from refusion_jax.benchmarks.calibration import calibrate, left_out_errors, read_runs
 from refusion_jax.benchmarks.headline.tpu_estimates import BATCH_SIZES, faster_up_to, forward_costs, tpu_estimates
 from refusion_jax.checkpoints.load import load_model
+from refusion_jax.cli.errors import UserError
 from refusion_jax.distributed.chips import CHIPS, find_chip
 from refusion_jax.model import huggingface
 
@@ -208,6 +209,13 @@ def test_a_drafter_is_measured_with_its_model_and_of_a_template_only_what_is_dec
     assert drafted["bytes"] > 2 * model.weight_bytes
     filled = measured(SHIPPED / "model", "--setup=sequential slot_size=4", f"--prompts={tmp_path / 'prompts.jsonl'}")
     assert filled["tokens_per_forward"] * filled["forwards"] == pytest.approx(4)
+
+
+def test_answers_that_the_prefill_writes_have_no_forward_that_could_be_measured(monkeypatch):
+    monkeypatch.setattr(decode, "copy_bandwidth", lambda: 1.0)
+    flags = ["--setup=dense slot_size=4", "--batch_sizes=1", "--repeats=1", "--prompt_length=4"]
+    with pytest.raises(UserError, match="--setup='dense slot_size=4': the prefill writes all .*max_new_tokens"):
+        decode.main(flags_of(decode, *flags, "--decode.max_new_tokens=1"))
 
 
 def test_the_use_of_several_devices_is_that_of_their_peaks_together(monkeypatch):

@@ -20,7 +20,7 @@ from refusion_jax.distributed.sharding import make_mesh
 from refusion_jax.training.events import read_events
 from refusion_jax.training.metrics import read_metrics
 from refusion_jax.training.program import train_program
-from refusion_jax.training.task_scores import TaskScores
+from refusion_jax.training.task_scores import TaskScores, scores_of
 
 KEYS = set(
     "step loss loss_ar loss_mdm loss_preference grad_norm learning_rate tokens tokens_per_second mfu seconds epoch "
@@ -203,6 +203,13 @@ def test_tasks_are_scored_while_training_which_does_not_notice(trained_run, task
         counts = sample["scene"]["counts"]
         assert len(counts) == len(sample["scene"]["drafts"]) + 1 == own["decoding"][0]["forwards"] + 1
         assert counts[-1] >= own["decoding"][0]["tokens"]
+
+
+def test_where_the_prefill_writes_all_answers_no_tokens_per_forward_are_logged():
+    """As of a model that ends every answer at once; 0 would be a rate."""
+    decoding = {"tokens_per_forward": None, "mean_tokens": 1.0, "truncated_share": 0.0}
+    scores = scores_of({"results": {}, "decoding": {"tasks": {"sums": decoding}}})
+    assert scores == {"eval_sums_mean_tokens": 1.0, "eval_sums_truncated_share": 0.0}
 
 
 def test_tasks_that_cannot_be_scored_while_training_are_refused_before_it(trained_run, tasks, tmp_path):

@@ -136,6 +136,9 @@ def measure(
         rows, took = batch_rows(len(prompts), settings.batch_size, kept.mesh), float(np.median(seconds[setup]))
         forwards = sum(a.forwards for a in answers[setup])
         tokens = sum(len(a.tokens) - r.in_template for a, r in zip(answers[setup], requests, strict=True))
+        if not forwards:
+            why = "the prefill writes all of these answers, and no forward pass is left to measure"
+            raise UserError(f"--setup={setup!r}: {why}; give more --decode.max_new_tokens")
         # Rows share forwards; the queue keeps all rows about equally busy.
         each = took / (forwards / rows)
         moved = kept.weight_bytes + rows * decoder.cache_length * token_bytes(kept)

@@ -97,7 +97,8 @@ def scores_of(results: dict[str, Any]) -> dict[str, float]:
                 scores[f"eval_{task}_{metric}" + ("" if kind == "none" else f"_{kind}")] = float(value)
     for task, decoding in results["decoding"]["tasks"].items():
         for name in ("tokens_per_forward", "mean_tokens", "truncated_share"):
-            scores[f"eval_{task}_{name}"] = float(decoding[name] or 0)
+            if decoding[name] is not None:  # without a forward pass there is no rate: the prefill wrote all answers
+                scores[f"eval_{task}_{name}"] = float(decoding[name])
     return scores
 
 
