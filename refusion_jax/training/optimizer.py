@@ -30,7 +30,8 @@ def make_optimizer(
     adamw      two moments of every weight (arXiv 1711.05101)
     adafactor  only row and column means of the second moment of a matrix (arXiv 1804.04235)
     muon       one moment; updates of matrices in layers are orthogonalized, and scaled so that learning rates of AdamW
-               can be used (arXiv 2502.16982); embedding, output head and norms use AdamW
+               can be used (arXiv 2502.16982); embedding, output head, norms, and of an adapter the side away from the
+               residual stream use AdamW, with Nesterov's momentum, as in optax
 
     `axes` are the logical axis names of every weight, as a tree.
     """
