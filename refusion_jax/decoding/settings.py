@@ -29,6 +29,8 @@ class Settings:
     slot_size: ClassVar[int] = 1  # a setting in decoders with slots
     draft_length: ClassVar[int] = 0  # a setting in decoders that verify drafts
     block_length: ClassVar[int] = 0  # a setting in decoders that go block by block; 0: the whole answer
+    # Settings, from careful to fast, at which `bench headline` measures this decoder.
+    points: ClassVar[list[dict[str, Any]]] = [{}]
 
     method: str = setting(
         "", "Name of the decoder; by default the one for the system that trained the model", scope="compiled"
@@ -86,11 +88,11 @@ class Settings:
 
     @classmethod
     def operating_points(cls, new_tokens: int, trained: Mapping[str, Any]) -> list[dict[str, Any]]:
-        """Settings, from careful to fast, at which `bench headline` measures this decoder; for decoders to override.
+        """The `points`; for decoders to override if they depend on more.
 
         `new_tokens` is the maximal length of an answer, `trained` the config keys of the system that trained the model.
         """
-        return [{}]
+        return cls.points
 
     @property
     def changeable(self) -> set[str]:

@@ -26,8 +26,8 @@ Axes: B rows, T row length, C cache entries, N new tokens, K block length, V voc
 """
 
 import dataclasses
-from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar
+from collections.abc import Sequence
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -114,11 +114,8 @@ class PassSettings(shared.Settings):
     draft_length: int = setting(16, "Masks of a block", scope="compiled", at_least=1, at_most=4096)
     passes: int = setting(8, "Forward passes over a block's masks, at most", at_least=1, at_most=2**20)
     threshold: float = setting(0.9, "Tokens more probable than this are revealed", at_least=0, at_most=1)
-
-    @classmethod
-    def operating_points(cls, new_tokens: int, trained: Mapping[str, Any]) -> list[dict[str, Any]]:
-        short = [{"draft_length": 8, "threshold": threshold} for threshold in (0.9, 0.7)]
-        return [{"threshold": threshold} for threshold in (0.95, 0.9, 0.7, 0.5)] + short
+    points = [{"threshold": threshold} for threshold in (0.95, 0.9, 0.7, 0.5)]
+    points += [{"draft_length": 8, "threshold": threshold} for threshold in (0.9, 0.7)]
 
 
 @struct.dataclass

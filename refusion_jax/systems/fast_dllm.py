@@ -27,8 +27,8 @@ Axes: B rows, C text length, N tokens to decode, K block length, F tokens fed on
 """
 
 import dataclasses
-from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar, Self
+from collections.abc import Sequence
+from typing import ClassVar, Self
 
 import jax
 import jax.numpy as jnp
@@ -64,11 +64,8 @@ class FastSettings(shared.Settings):
         scope="compiled", choices=("dual", "prefix", "none"),
     )  # fmt: skip
     threshold: float = setting(0.9, "Tokens at least this probable are committed at once", at_least=0, at_most=1)
-
-    @classmethod
-    def operating_points(cls, new_tokens: int, trained: Mapping[str, Any]) -> list[dict[str, Any]]:
-        short = [{"block_length": 8, "threshold": threshold} for threshold in (0.9, 0.7)]
-        return [{"threshold": threshold} for threshold in (0.95, 0.9, 0.7, 0.5)] + short
+    points = [{"threshold": threshold} for threshold in (0.95, 0.9, 0.7, 0.5)]
+    points += [{"block_length": 8, "threshold": threshold} for threshold in (0.9, 0.7)]
 
 
 @struct.dataclass

@@ -19,8 +19,7 @@ Axes: B rows, K block size.
 
 import dataclasses
 import functools
-from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import jax.numpy as jnp
 import numpy as np
@@ -63,10 +62,7 @@ class EditSettings(block_diffusion.BlockSizeSettings):
     max_post_steps: int = setting(
         16, "Forward passes, at most, that may edit a block after its last mask is revealed", at_least=0, at_most=4096
     )
-
-    @classmethod
-    def operating_points(cls, new_tokens: int, trained: Mapping[str, Any]) -> list[dict[str, Any]]:
-        return [{}, {"threshold": 0.5, "editing_threshold": 0.0}]
+    points = [{}, {"threshold": 0.5, "editing_threshold": 0.0}]
 
 
 @struct.dataclass

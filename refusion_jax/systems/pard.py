@@ -20,8 +20,7 @@ Axes: B rows, C cache entries, M drafts, N = M + 1 tokens that a round commits a
 """
 
 import dataclasses
-from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import jax.numpy as jnp
 from flax import struct
@@ -49,10 +48,7 @@ class DraftedSettings(shared.Settings):
 
     drafter: str = setting("", "Run of a smaller `idlm` model with the same tokenizer, which drafts", scope="compiled")
     draft_length: int = setting(7, "Tokens drafted at once", scope="compiled", at_least=1, at_most=4096)
-
-    @classmethod
-    def operating_points(cls, new_tokens: int, trained: Mapping[str, Any]) -> list[dict[str, Any]]:
-        return [{"draft_length": length} for length in (3, 7)]
+    points = [{"draft_length": length} for length in (3, 7)]
 
 
 @struct.dataclass

@@ -18,8 +18,7 @@ Axes: B rows, C cache entries, N tokens per forward at most, M = N - 1 drafts.
 """
 
 import dataclasses
-from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -44,10 +43,7 @@ class LookupSettings(shared.Settings):
 
     draft_length: int = setting(7, "Tokens drafted at once", scope="compiled", at_least=1, at_most=4096)
     ngram: int = setting(3, "Last tokens to look up, at most", scope="compiled", at_least=1, at_most=64)
-
-    @classmethod
-    def operating_points(cls, new_tokens: int, trained: Mapping[str, Any]) -> list[dict[str, Any]]:
-        return [{"draft_length": drafts} for drafts in (3, 7)]
+    points = [{"draft_length": drafts} for drafts in (3, 7)]
 
 
 @struct.dataclass

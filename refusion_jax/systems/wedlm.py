@@ -32,8 +32,8 @@ Axes: B rows, T row length, C cache entries, N new tokens, W window, F = 2 W fed
 """
 
 import dataclasses
-from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar
+from collections.abc import Sequence
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -108,12 +108,8 @@ class WindowSettings(shared.Settings):
     distance_penalty: float = setting(
         0.02, "Added to the entropy of a mask for each position after the first mask", at_least=0, at_most=1e4
     )
-
-    @classmethod
-    def operating_points(cls, new_tokens: int, trained: Mapping[str, Any]) -> list[dict[str, Any]]:
-        whole = [{"entropy_threshold": threshold} for threshold in (0.1, 0.2, 0.4, 0.8, 1.6)]
-        narrow = {"window": 8}  # half the places per forward
-        return whole + [narrow | {"entropy_threshold": threshold} for threshold in (0.1, 0.2, 0.4)]
+    points = [{"entropy_threshold": threshold} for threshold in (0.1, 0.2, 0.4, 0.8, 1.6)]
+    points += [{"window": 8, "entropy_threshold": threshold} for threshold in (0.1, 0.2, 0.4)]  # half the places
 
 
 class SlidingWindow(Continuer):
