@@ -11,11 +11,12 @@ from refusion_jax.cli.errors import UserError, needs
 from refusion_jax.data.fast_tokenizer import FastTokenizer
 from refusion_jax.data.interface import Tokenizer
 from refusion_jax.decoding.constrained import Matcher, reason
-from refusion_jax.serving.tools import calls_grammar
+from refusion_jax.serving.tools import BEGIN, END
 
 _LARGEST = 1 << 18  # characters of a grammar
 # JSON as written by Python's json.dumps. Free white space could make an answer endless, and would leave nothing forced.
 _JSON = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": ", "lenient": False}
+_AS_ELSEWHERE = {"x-guidance": _JSON}  # in the schema of a part
 # Lower than the library's limits: 0.1 s for the first place, milliseconds for others, some ten MB per grammar.
 _LIMITS = {
     "initial_lexer_fuel": 100_000,
@@ -40,7 +41,7 @@ class Grammars:
         Args:
           field: of the request, for error messages.
           kind: "json" | "regex" | "choice" | "calls".
-          given: a JSON Schema, as an object or text; a regular expression; a list of texts; what `calls_grammar` takes.
+          given: a JSON Schema, as an object or text; a regular expression; a list of texts; what `_calls` takes.
 
         Raises:
           UserError: if it is invalid, too large, or uses what is not supported here; or without llguidance.
@@ -71,12 +72,22 @@ class Grammars:
 
 
 def _calls(tools: Sequence[tuple[str, Any]], are_several: bool, answer: Any) -> str:
-    """The grammar of calls of these tools, with JSON in the same form as elsewhere."""
+    """A grammar, in llguidance's form of Lark, for one or several calls of tools: (name, schema of the arguments).
+
+    If `answer` is not None, it is the schema of an answer that may be given instead of calls.
+    """
     answer = json.loads(answer) if isinstance(answer, str) else answer
     if answer is not None and not isinstance(answer, dict):
         raise ValueError("is not an object")
-    tools = [(name, {"type": "object"} | schema | {"x-guidance": _JSON}) for name, schema in tools]
-    return calls_grammar(tools, are_several, None if answer is None else answer | {"x-guidance": _JSON})
+    calls = 'call ("\\n" call)*' if are_several else "call"
+    rules = [f"start: {calls}" if answer is None else f"start: {calls} | answer"]
+    rules += [] if answer is None else [f"answer: %json {json.dumps(answer | _AS_ELSEWHERE)}"]
+    either = " | ".join(f"call_{number}" for number in range(len(tools)))
+    rules.append(f"call: {json.dumps(BEGIN + chr(10))} ({either}) {json.dumps(chr(10) + END)}")
+    for number, (name, schema) in enumerate(tools):
+        head = json.dumps(f'{{"name": "{name}", "arguments": ')
+        rules.append(f'call_{number}: {head} %json {json.dumps({"type": "object"} | schema | _AS_ELSEWHERE)} "}}"')
+    return "\n".join(rules)
 
 
 class _Vocabulary:

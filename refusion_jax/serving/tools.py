@@ -1,4 +1,4 @@
-"""Tool calls: how functions are presented to a model, how it calls them, and how calls are parsed.
+"""Tool calls: how a model calls functions, how its calls are read, and whether its chat template knows them.
 
 The format is that of Qwen and Hermes: a call is `<tool_call>`, a JSON object of `name` and `arguments`, `</tool_call>`.
 """
@@ -16,8 +16,8 @@ from refusion_jax.data.interface import Tokenizer
 from refusion_jax.decoding.stops import Stops
 from refusion_jax.serving.writer import Delta
 
-_BEGIN, _END = "<tool_call>", "</tool_call>"
-_BEGINNING = Stops((_BEGIN,))
+BEGIN, END = "<tool_call>", "</tool_call>"
+_BEGINNING = Stops((BEGIN,))
 
 
 class _Call(pydantic.BaseModel):
@@ -27,23 +27,6 @@ class _Call(pydantic.BaseModel):
 
     name: str
     arguments: dict[str, Any]
-
-
-def calls_grammar(tools: Sequence[tuple[str, Any]], are_several: bool, answer: Any = None) -> str:
-    """A grammar, in llguidance's form of Lark, for an answer that consists of one or several calls.
-
-    The tools are (name, JSON Schema of its arguments). If `answer` is not None, it is the schema of an answer that may
-    be given instead of calls.
-    """
-    calls = 'call ("\\n" call)*' if are_several else "call"
-    rules = [f"start: {calls}" if answer is None else f"start: {calls} | answer"]
-    rules += [] if answer is None else [f"answer: %json {json.dumps(answer)}"]
-    either = " | ".join(f"call_{number}" for number in range(len(tools)))
-    rules.append(f"call: {json.dumps(_BEGIN + chr(10))} ({either}) {json.dumps(chr(10) + _END)}")
-    for number, (name, schema) in enumerate(tools):
-        head = json.dumps(f'{{"name": "{name}", "arguments": ')
-        rules.append(f'call_{number}: {head} %json {json.dumps(schema)} "}}"')
-    return "\n".join(rules)
 
 
 class CallReader:
@@ -59,8 +42,8 @@ class CallReader:
         self._held += delta.text
         text, calls, is_last = "", [], delta.finish_reason is not None
         while True:
-            before, begin, after = self._held.partition(_BEGIN)
-            body, end, rest = after.partition(_END)
+            before, begin, after = self._held.partition(BEGIN)
+            body, end, rest = after.partition(END)
             if not begin or not (end or is_last):
                 break
             self._held, function = rest, self._read(body)
@@ -69,7 +52,7 @@ class CallReader:
                 call = {"index": self._count, "id": f"call_{uuid.uuid4().hex}", "type": "function"}
                 calls.append(call | {"function": function})
                 self._count += 1
-        certain = self._held if is_last else _BEGINNING.without_beginning(self._held.partition(_BEGIN)[0])
+        certain = self._held if is_last else _BEGINNING.without_beginning(self._held.partition(BEGIN)[0])
         if not is_last or (self._count and not certain.strip()):
             certain = certain.rstrip()  # the line's end before a call
         text, self._held = text + certain, self._held[len(certain) :]
@@ -96,4 +79,4 @@ def check_template(tokenizer: Tokenizer) -> None:
         (ids,) = tokenizer.encode_chat([text := tokenizer.render_chat(turns, tools=tools)])
         found = CallReader("f", are_several=True).read(Delta(tokenizer.decode(ids), [], "stop", [], []))
     if [one["function"] for one in found.calls] != [{"name": "f", "arguments": '{"a": 1}'}] or '"g"' not in text:
-        raise UserError(f"tools: this model has no chat template that describes them with calls in {_BEGIN}{_END}")
+        raise UserError(f"tools: this model has no chat template that describes them with calls in {BEGIN}{END}")
