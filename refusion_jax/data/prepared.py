@@ -1,10 +1,8 @@
 """Random access to prepared rows: of one prepared directory, or of several mixed by weight."""
 
 import bisect
-import contextlib
 import hashlib
 import itertools
-import resource
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 
@@ -17,6 +15,7 @@ from refusion_jax.cli.errors import UserError, first_line
 from refusion_jax.data.interface import RowSource
 from refusion_jax.data.manifest import Shard, read_manifest
 from refusion_jax.data.rows import decode_row
+from refusion_jax.distributed.host import allow_open_files
 
 
 class PreparedRows(RowSource):
@@ -31,10 +30,7 @@ class PreparedRows(RowSource):
         directory = epath.Path(path)
         with ThreadPoolExecutor(16) as threads:  # buckets have latency for each
             list(threads.map(lambda shard: _check_file(directory / shard.file, shard), self.manifest.shards))
-        # One descriptor per file: the soft limit is often 1024.
-        hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-        with contextlib.suppress(ValueError, OSError):
-            resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+        allow_open_files()  # one descriptor per file: the soft limit is often 1024
         # Given its range, a file need not be opened to count its records.
         self._records = ArrayRecordDataSource([f"{directory / s.file}[0:{s.rows}]" for s in self.manifest.shards])
 

@@ -1,9 +1,11 @@
-"""The machine of this process: its cores, its parent, and the C library's handling of freed memory."""
+"""The machine of this process: its cores, open files and parent, and the C library's handling of freed memory."""
 
+import contextlib
 import ctypes
 import glob
 import multiprocessing
 import os
+import resource
 import threading
 from collections.abc import Callable
 
@@ -14,6 +16,15 @@ _M_TRIM_THRESHOLD, _M_MMAP_MAX, _M_ARENA_MAX = -1, -4, -8  # of mallopt(3), whic
 def available_cores() -> int:
     """CPU cores that this process may run on; if the system does not report it, those of the machine."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def allow_open_files(most: int | None = None) -> int:
+    """Raises this process's limit of open files as far as the system allows, at most to `most`, and returns it."""
+    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    limits = [limit for limit in (most, hard) if limit not in (None, resource.RLIM_INFINITY)]
+    with contextlib.suppress(ValueError, OSError):  # a system may grant less than it reports
+        resource.setrlimit(resource.RLIMIT_NOFILE, (min(limits, default=hard), hard))
+    return resource.getrlimit(resource.RLIMIT_NOFILE)[0]
 
 
 def end_with_parent(clean_up: Callable[[], None] = lambda: None) -> None:

@@ -1,11 +1,10 @@
 """The address that a server listens on, and the number of connections to it."""
 
-import contextlib
 import os
-import resource
 import socket
 
 from refusion_jax.cli.errors import UserError
+from refusion_jax.distributed.host import allow_open_files
 
 _DESCRIPTORS = 1 << 16  # three quarters of them for clients
 
@@ -24,12 +23,5 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 def most_connections() -> int:
-    """The most clients that may be connected; others get status 503, as long as there are descriptors for that.
-
-    The limit of descriptors, one per connection, is raised as far as the system allows.
-    """
-    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-    wanted = _DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, _DESCRIPTORS)
-    with contextlib.suppress(ValueError, OSError):  # a system may grant less than it reports
-        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
-    return resource.getrlimit(resource.RLIMIT_NOFILE)[0] * 3 // 4
+    """The most clients that may be connected; others get status 503, as long as there are descriptors for that."""
+    return allow_open_files(_DESCRIPTORS) * 3 // 4
