@@ -21,7 +21,6 @@ import queue
 import sys
 import time
 
-import jax
 from absl import flags
 from etils import epath
 from rich.console import Console
@@ -35,7 +34,7 @@ from refusion_jax.data.interface import Tokenizer
 from refusion_jax.decoding.requests import Request
 from refusion_jax.decoding.settings import TokenIds
 from refusion_jax.distributed.compiled_code import keep_for_user
-from refusion_jax.distributed.sharding import make_mesh
+from refusion_jax.distributed.sharding import local_mesh
 from refusion_jax.serving.engine import Engine, Job, sized
 from refusion_jax.serving.terminal import Screen, printable
 from refusion_jax.systems.api import all_settings, own_settings, read_settings
@@ -146,7 +145,7 @@ def main() -> None:
     config, tokenizer = read_model_config(checkpoint), load_tokenizer(checkpoint)
     settings = sized(settings, config, _ROOM)
     eos_id = TokenIds.of(settings, config).eos_id
-    mesh = make_mesh({"tensor": _TENSOR.value}, jax.devices()[: _TENSOR.value])
+    mesh = local_mesh(tensor=_TENSOR.value)
     is_terminal = sys.stdin.isatty() and sys.stdout.isatty()
     sys.stdin.reconfigure(encoding="utf-8", errors="surrogateescape")
     keep_for_user(_CACHE.value)

@@ -57,7 +57,7 @@ _TOKENIZER_FILES = (
 def mesh_over_all(hidden_size: int) -> jax.sharding.Mesh:
     """A mesh of the most devices that can split the weights evenly."""
     parts = math.gcd(jax.device_count(), hidden_size)
-    return sharding.make_mesh({"fsdp": parts}, jax.devices()[:parts])
+    return sharding.local_mesh(fsdp=parts)
 
 
 def to_orbax(source: epath.Path, target: epath.Path, dtype: str, mask_token_id: int | None) -> None:

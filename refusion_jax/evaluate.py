@@ -49,7 +49,7 @@ from refusion_jax.data.fast_tokenizer import tokenizer_hash
 from refusion_jax.data.manifest import is_prepared
 from refusion_jax.data.prepared import PreparedRows
 from refusion_jax.distributed.processes import check_same, together
-from refusion_jax.distributed.sharding import make_mesh
+from refusion_jax.distributed.sharding import local_mesh
 from refusion_jax.distributed.storage import write_file
 from refusion_jax.evaluation import heldout
 from refusion_jax.evaluation.likelihood import held_out_bits, spread
@@ -131,7 +131,8 @@ def measure(checkpoint: epath.Path, data: str) -> dict:
         raise UserError(
             f"--data={data}: was made with another tokenizer than that of {checkpoint}; prepare it with that"
         )
-    model = load_model(checkpoint, _DTYPE.value, _mesh(), command.given().get("weights", "same"))
+    mesh = local_mesh(data=_DATA.value, tensor=_TENSOR.value)
+    model = load_model(checkpoint, _DTYPE.value, mesh, command.given().get("weights", "same"))
     measured = {}
     with waiting("scoring"):
         if is_own:
@@ -147,12 +148,6 @@ def measure(checkpoint: epath.Path, data: str) -> dict:
 def _scoring() -> dict:
     asked = {name: value for name, value in command.given().items() if name in ("slot_size", "seed")}
     return asked | {"order": _ORDER.value, "draws": _DRAWS.value}
-
-
-def _mesh() -> jax.sharding.Mesh:
-    """The mesh of this host's devices, split as the flags say."""
-    split = {"data": _DATA.value, "tensor": _TENSOR.value}
-    return make_mesh(split, jax.local_devices()[: _DATA.value * _TENSOR.value])
 
 
 def evaluate(checkpoint: epath.Path, output: Path) -> dict:
@@ -175,7 +170,7 @@ def evaluate(checkpoint: epath.Path, output: Path) -> dict:
     asked = {name: value for name, value in command.given().items() if name != "method"}
     settings = own_settings(method, asked)
     tasks = benchmark.load_tasks(plan)
-    model = load_for(checkpoint, settings, _DTYPE.value, _mesh())
+    model = load_for(checkpoint, settings, _DTYPE.value, local_mesh(data=_DATA.value, tensor=_TENSOR.value))
     lm = harness.EvaluatedModel(
         model,
         tokenizer,

@@ -34,14 +34,12 @@ for 64 rows of 512. What cannot fit is refused before anything is compiled. --de
 """
 
 import dataclasses
-import math
 import os
 import re
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-import jax
 from absl import flags
 from etils import epath
 
@@ -62,7 +60,7 @@ from refusion_jax.decoding.requests import Answer, Request, prepare
 from refusion_jax.decoding.settings import Settings
 from refusion_jax.decoding.stops import Stops
 from refusion_jax.distributed.compiled_code import keep_for_user
-from refusion_jax.distributed.sharding import make_mesh
+from refusion_jax.distributed.sharding import local_mesh
 from refusion_jax.distributed.storage import write_file
 from refusion_jax.model.interface import LanguageModel
 from refusion_jax.serving.terminal import Screen, printable
@@ -229,8 +227,7 @@ def main() -> None:
     stops = Stops(tuple(_STOP.value))
     given = command.given()
     settings = contents.chosen_settings(checkpoint, given)
-    split = {"data": _DATA.value, "tensor": _TENSOR.value}
-    mesh = make_mesh(split, jax.devices()[: math.prod(split.values())])
+    mesh = local_mesh(data=_DATA.value, tensor=_TENSOR.value)
     asked = Asked.read(checkpoint, settings)
     check_uses(asked, stops)
     rival = other(_COMPARE.value, checkpoint, given) if _COMPARE.value else None

@@ -18,7 +18,6 @@ On SIGINT or SIGTERM it finishes the answers under way and ends, on SIGTERM with
 import asyncio
 import functools
 import gc
-import math
 import os
 import signal
 import sys
@@ -35,7 +34,7 @@ from refusion_jax.cli.errors import Failure, UserError, first_line, needs
 from refusion_jax.cli.progress import waiting
 from refusion_jax.distributed.compiled_code import keep_for_user
 from refusion_jax.distributed.host import return_freed_memory
-from refusion_jax.distributed.sharding import make_mesh
+from refusion_jax.distributed.sharding import local_mesh
 from refusion_jax.systems.api import all_settings
 
 _CHECKPOINT = flags.DEFINE_string("checkpoint", None, command.CHECKPOINT)
@@ -109,8 +108,7 @@ def main() -> None:
     tokenizer = load_tokenizer(checkpoint)
     settings = sized(settings, read_model_config(checkpoint))
     rows = given.get("batch_size") or _ROWS.get(jax.default_backend(), settings.batch_size)
-    split = {"data": _DATA.value, "tensor": _TENSOR.value}
-    mesh = make_mesh(split, jax.devices()[: math.prod(split.values())])
+    mesh = local_mesh(data=_DATA.value, tensor=_TENSOR.value)
     listening = listen(_HOST.value, _PORT.value)
     keep_for_user(_CACHE.value)
 

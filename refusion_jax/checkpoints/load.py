@@ -19,7 +19,7 @@ from refusion_jax.cli.settings import declared
 from refusion_jax.data.fast_tokenizer import first_difference
 from refusion_jax.decoding.auxiliary import check_auxiliaries, check_vocabulary, joined
 from refusion_jax.decoding.settings import Settings
-from refusion_jax.distributed.sharding import make_mesh
+from refusion_jax.distributed.sharding import local_mesh, make_mesh
 from refusion_jax.model import huggingface, peft
 from refusion_jax.model.huggingface_config import is_huggingface
 from refusion_jax.model.interface import LanguageModel
@@ -47,7 +47,7 @@ def load_model(
     if (name := dtype if isinstance(dtype, str) else jnp.dtype(dtype).name) not in ("float32", "bfloat16"):
         raise UserError(f"dtype={name}: must be float32 or bfloat16")
     declared(Settings)["weights"].check("decode", "weights", weights)
-    mesh = mesh or make_mesh({}, jax.devices()[:1])
+    mesh = mesh or local_mesh()
     check_made("mesh", mesh, jax.sharding.Mesh, "make_mesh")
     path = epath.Path(path)
     config = read_model_config(path)
@@ -120,7 +120,7 @@ def open_weights(path: epath.PathLike) -> Reader:
     For a run with adapters, or a directory of adapters, all weights are in memory. The path is as for `load_model`.
     """
     path = epath.Path(path)
-    target = abstract_transformer(read_model_config(path), "float32", make_mesh({}, jax.devices()[:1]))[1]
+    target = abstract_transformer(read_model_config(path), "float32", local_mesh())[1]
     if is_huggingface(path):
         return huggingface.open_params(path, target, releases=releases())
     if not peft.is_peft(path) and read_adapters(find_step(path)[0]) is None:
@@ -139,7 +139,7 @@ def read_trained(path: epath.Path) -> tuple[Lora, dict[str, Any], epath.Path]:
     if (adapted := read_adapters(find_step(path)[0])) is None:
         raise UserError(f"{path} has no low-rank adapters: nothing of --config.lora.rank above 0")
     lora, base = adapted
-    target = abstract_transformer(read_model_config(path), "float32", make_mesh({}, jax.devices()[:1]))[1]
+    target = abstract_transformer(read_model_config(path), "float32", local_mesh())[1]
     return lora, restore_params(path, lora.targets_like(target)), base
 
 

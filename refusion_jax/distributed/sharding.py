@@ -39,6 +39,11 @@ RULES: dict[str | None, tuple[str, ...]] = {
 }
 
 
+def local_mesh(**shape: int) -> Mesh:
+    """A mesh of this process's first devices, as many as the sizes multiply to; of one where none is given."""
+    return make_mesh(shape, jax.local_devices()[: math.prod(shape.values())])
+
+
 def make_mesh(shape: Mapping[str, int], devices: list[jax.Device] | None = None) -> Mesh:
     """Arranges the devices in a mesh: neighbours on the network inside a slice, copies across slices.
 
