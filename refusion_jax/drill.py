@@ -26,9 +26,8 @@ import numpy as np
 import orbax.checkpoint as ocp
 from absl import flags
 
+from refusion_jax.checkpoints import lock
 from refusion_jax.checkpoints.directory import saved_steps
-from refusion_jax.checkpoints.lock import FILE as LOCK
-from refusion_jax.checkpoints.lock import file_lock
 from refusion_jax.cli import command, flag_values
 from refusion_jax.cli.errors import UserError
 from refusion_jax.config import check, help_texts
@@ -48,7 +47,7 @@ _HOSTS = flags.DEFINE_integer("hosts", 1, "Processes of the run, on this machine
 _KINDS = flags.DEFINE_list("kinds", [], f"Only faults of these kinds: {', '.join(FAULTS)}")
 
 _HOSTS_FILE = "hosts"  # number of hosts of the fault-free run: with another number sums are rounded differently
-_OWN = {LOCK, _HOSTS_FILE, "straight", "straight.log", "faulty", "faulty.log"}  # files of a drill
+_OWN = {lock.FILE, _HOSTS_FILE, "straight", "straight.log", "faulty", "faulty.log"}  # files of a drill
 # Config keys that do not affect what is compared.
 _HARMLESS = ("checkpoint", "log_every", "tracker", "profile_steps", "compilation_cache")
 _CLOCKS = {"seconds", "tokens_per_second", "mfu"}  # metrics that differ between any two runs
@@ -143,7 +142,7 @@ def main() -> None:
     is_new = not workdir.exists()
     if not is_new and (other := {path.name for path in workdir.iterdir()} - _OWN):
         raise UserError(f"--workdir={workdir} holds {min(other)}, which no drill wrote; name another directory")
-    with file_lock(workdir):
+    with lock.file_lock(workdir):
         drill_in(workdir, kinds, is_new)
 
 

@@ -37,7 +37,6 @@ from refusion_jax.config import default_config
 from refusion_jax.config.model import model_config
 from refusion_jax.distributed import sharding
 from refusion_jax.distributed.chips import peak_flops
-from refusion_jax.distributed.sharding import make_mesh
 from refusion_jax.distributed.storage import write_file
 from refusion_jax.model.attention import attention
 from refusion_jax.model.packed_attention import triton_attention
@@ -147,7 +146,7 @@ def answers(checkpoint: str, count: int) -> list[dict]:
     for method in default_system().decoders:
         settings, found = DecodeSettings(method, max_new_tokens=32), []
         for device in (jax.devices()[0], jax.devices("cpu")[0]):
-            model = load_model(checkpoint, mesh=make_mesh({}, [device]))
+            model = load_model(checkpoint, mesh=sharding.make_mesh({}, [device]))
             prompts = np.random.default_rng(0).integers(5, model.config.num_tokens, (count, 12)).tolist()
             with jax.default_device(device), jax.default_matmul_precision("highest"):
                 found.append(decode(model, prompts, settings).tokens)
@@ -172,7 +171,7 @@ def trained(size: str) -> list[dict]:
 
 def step_costs(config: ml_collections.ConfigDict) -> tuple[float, float]:
     """(median seconds, FLOPs) of a training step on all devices, on rows of one document, a third of it prompt."""
-    mesh = make_mesh(config.mesh)
+    mesh = sharding.make_mesh(config.mesh)
     program = train_program(config, model_config(config), mesh)
     with jax.set_mesh(mesh):
         state = program.initial_state()

@@ -18,7 +18,6 @@ from array_record.python.array_record_module import ArrayRecordWriter
 from etils import epath
 
 from refusion_jax.data import duplicates
-from refusion_jax.data.duplicates import NEAR
 from refusion_jax.data.examples import OPENING, Bad, Example, Fields
 from refusion_jax.data.fast_tokenizer import load_tokenizer_file
 from refusion_jax.data.filters import Filters, FilterSettings, filtered_out
@@ -93,7 +92,6 @@ class Worker:
     """Reads, filters, tokenizes and packs one chunk at a time."""
 
     def __init__(self, settings: PrepareSettings, output: str):
-        """Loads the tokenizer, and the inputs of the filters."""
         os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the workers are the parallelism
         self._settings, self._output = settings, epath.Path(output)
         self._tokenizer = load_tokenizer_file(settings.tokenizer, settings.mask_piece, settings.thinking)
@@ -111,7 +109,7 @@ class Worker:
                     found += digest(example) + number.to_bytes(8, "little")
                 if self._settings.near_dedup and example.where != before:  # a conversation counts by its first answer
                     for band in band_digests(example.opening.decode() or "\n".join(example.texts)):
-                        found += band + (number | NEAR).to_bytes(8, "little")
+                        found += band + (number | duplicates.NEAR).to_bytes(8, "little")
                 before = example.where
         duplicates.save_keys(self._output / PROGRESS, index, np.frombuffer(found, "<u8").reshape(-1, 3))
         return Report()
@@ -159,7 +157,7 @@ class Worker:
         for source, example in self._examples(chunk):
             outcome = example
             if isinstance(example, Example):
-                if number | NEAR in repeated:
+                if number | duplicates.NEAR in repeated:
                     near = example.where  # and the answers that follow in this conversation
                 if number in repeated:
                     outcome = filtered_out(example, "duplicate")

@@ -19,13 +19,8 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
-from jax.experimental.pallas.ops.tpu.splash_attention.splash_attention_kernel import (
-    BlockSizes,
-    SegmentIds,
-    make_splash_mha,
-)
-from jax.experimental.pallas.ops.tpu.splash_attention.splash_attention_kernel import SplashAttentionKernel as Kernel
 from jax.experimental.pallas.ops.tpu.splash_attention.splash_attention_mask_info import MaskInfo, process_mask
 from jaxtyping import Array, Bool, Float, Int32
 
@@ -34,6 +29,7 @@ from refusion_jax.batch.visibility import CAUSAL, Pattern, Visibility
 from refusion_jax.distributed import sharding
 from refusion_jax.model import remat
 
+Kernel = splash.SplashAttentionKernel
 # Side of the tiles that the kernel works on: the largest of these that divides S. On v6e tiles of 1,024 make the kernel
 # a third faster (github.com/apple/axlearn/pull/958; MaxText's configs for v6e have 1,024 and 2,048, those for v4, v5e
 # and v5p its default, 512), in rows long enough that the tiles on the diagonal, which are computed whole, do not undo
@@ -96,7 +92,7 @@ def _attend(
         return jnp.concatenate(done)
     first = (jnp.arange(len(q)) * (jnp.max(k_segments) + 1))[:, None]
     q_segments, k_segments = q_segments + first, k_segments + first
-    segments = SegmentIds(q_segments.ravel(), k_segments.ravel())
+    segments = splash.SegmentIds(q_segments.ravel(), k_segments.ravel())
     with jax.named_scope(f"rows_{len(q)}_tiles_{tiles}"):  # a name that stays: planning/costs.py reads it
         heads = of_documents(kernel, q_segments, k_segments)(*(_joined(x) for x in (q, k, v)), segments)
     return heads.swapaxes(0, 1).reshape(q.shape)
@@ -192,9 +188,9 @@ def _kernel(pattern: Pattern, length: int, heads: int, parts: int, rows: int, in
     tile = next(tile for tile in _TILES if tile <= largest and own % tile == 0)
     fused = parts == 1 and length // tile <= _MOST_TILES and rows <= _MOST_ROWS
     passes = "q", "kv", "q_dkv", "kv_dkv", "kv_dkv_compute", *(() if fused else ("q_dq", "kv_dq"))
-    sizes = BlockSizes(**{f"block_{name}": tile for name in passes}, use_fused_bwd_kernel=fused)
+    sizes = splash.BlockSizes(**{f"block_{name}": tile for name in passes}, use_fused_bwd_kernel=fused)
     every_head, shards = masks.MultiHeadMask([one_head] * heads), {"head_shards": 1, "q_seq_shards": parts}
-    kernel = make_splash_mha(
+    kernel = splash.make_splash_mha(
         every_head, block_sizes=sizes, residual_checkpoint_name=remat.ATTENTION, interpret=interpret, **shards
     )
     info, _ = process_mask(every_head, (tile, tile), downcast_smem_data=True, **shards)  # cached: made for the kernel

@@ -22,7 +22,6 @@ from refusion_jax.training import events, recovery
 from refusion_jax.training.loop import Hooks, Now, Run
 from refusion_jax.training.metrics import MetricsWriter
 from refusion_jax.training.program import split
-from refusion_jax.training.recovery import Health, SkippedBatches
 from refusion_jax.training.train_step import wide_to_int
 
 
@@ -36,9 +35,9 @@ class Session:
         """
         self._run, config = run, run.config
         self._began = time.monotonic()
-        self._health = Health(config.guard.skips)
+        self._health = recovery.Health(config.guard.skips)
         self.checkpoints = Checkpoints(run.workdir, config.checkpoint.keep, config.checkpoint.failures)
-        self.skipped = SkippedBatches(run.workdir)
+        self.skipped = recovery.SkippedBatches(run.workdir)
         processes.check_same(f"{recovery.FILE} in --workdir", str(self.skipped.windows))
         self._data = {"rows": len(run.rows), "fingerprint": run.rows.fingerprint()}
         restored = self.checkpoints.restore(run.program.target, start_over)

@@ -20,7 +20,6 @@ from flax import nnx
 from refusion_jax.benchmarks.headline import measure, results
 from refusion_jax.benchmarks.headline.curves import PROXY, Curve, Measured, claimed, curves, fastest_points
 from refusion_jax.benchmarks.headline.experiment import BATCH_SIZES, Experiment, Point, TrainingRun
-from refusion_jax.benchmarks.headline.measure import Subject
 from refusion_jax.benchmarks.headline.results import Results, Scored, Timed, Trained
 from refusion_jax.benchmarks.headline.runs import commit, train
 from refusion_jax.benchmarks.headline.speed_proxy import SpeedProxy, proxy_model, read_shape
@@ -216,11 +215,11 @@ class Comparison:
     def _workdir(self, run: TrainingRun) -> Path:
         return self._directory / "runs" / run.name
 
-    def _subject(self, run: TrainingRun, point: Point, model: Any = None) -> Subject:
+    def _subject(self, run: TrainingRun, point: Point, model: Any = None) -> measure.Subject:
         path, needed = self._workdir(run), self._asked.auxiliaries(run, self._directory).items()
         model = model or self._load(path)
         further = {name: self._load(self._workdir(own)) for (of, name), own in needed if of == point.decoder}
-        return Subject(point, with_auxiliaries(model, **further), load_tokenizer(path), self._budget)
+        return measure.Subject(point, with_auxiliaries(model, **further), load_tokenizer(path), self._budget)
 
     @functools.lru_cache(2)  # noqa: B019  a process has one comparison; a model and an auxiliary one
     def _load(self, path: Path):
