@@ -29,9 +29,8 @@ def saved_steps(workdir: epath.Path, items: tuple[str, ...] = ITEMS) -> list[int
 def finished_steps(directory: epath.Path) -> list[int]:
     """Steps of all finished, non-empty checkpoints in this directory, ascending, whether whole or not.
 
-    Raises:
-      UserError: if permissions forbid reading it, or its name is too long.
-      Failure: if it cannot be read now; if it were taken for empty, the run would start again at step 0.
+    UserError if permissions forbid reading it, or its name is too long; Failure if it cannot be read now: if it were
+    taken for empty, the run would start again at step 0.
     """
     try:
         names = [path.name for path in directory.iterdir()]
@@ -71,11 +70,7 @@ def is_complete(workdir: epath.Path, steps: int) -> bool:
 
 
 def check_whole(directory: epath.Path, items: tuple[str, ...]) -> None:
-    """Refuses a checkpoint in which one of these items is missing or has changed. Hosts share the reading.
-
-    Raises:
-      ValueError: naming the file.
-    """
+    """ValueError, naming the file, if one of these items is missing or has changed; hosts share the reading."""
     parts = [""] if items == ITEMS else [f"{item}/" for item in items]
     for damage in (checksums.find_damage(directory, part) for part in parts):
         if damage:

@@ -11,11 +11,7 @@ _LONGEST = 1 << 24  # bytes of a record
 
 
 def read_archive(path: str, fields: Fields) -> Iterator[Example | Bad]:
-    """Texts of WET records, and of the main part of WARC's HTML pages; other records are skipped.
-
-    Raises:
-      OSError: if the file is damaged.
-    """
+    """Texts of WET records, and of the main part of WARC's HTML pages; OSError if the file is damaged."""
     with needs("archives"):
         from fastwarc.warc import ArchiveIterator, WarcRecordType
         from resiliparse.extract.html2text import extract_plain_text

@@ -89,14 +89,8 @@ def sample(
     """The most probable token at every place or, where `draw` is True, a sample of softmax(logits / temperature).
 
     Samples come from the top_k tokens, and among these from the nucleus of top_p (Holtzman et al., arXiv 1904.09751),
-    by the Gumbel-max trick in float32. If all temperatures are 0, no noise is computed.
-
-    Args:
-      logits: of the tokens that may be chosen.
-      draw: where to sample.
-      keys: of each row, or of each token; a sample depends on this key and the token's position only.
-      positions: of each token in its text.
-      settings: temperature, top_k, top_p of each row, or of each token.
+    by the Gumbel-max trick in float32. If all temperatures are 0, no noise is computed. Keys and settings are those of
+    each row, or of each token; a sample depends on this key and the token's position in its text only.
     """
     keys, settings = _of_tokens((keys, settings.of_sampling()), positions.shape)
 
@@ -221,11 +215,8 @@ def verify(
     From the left, a draft is accepted with probability min(1, p / q); the first rejected one is drawn again from
     max(0, p - q). If all are accepted, the token after them is drawn from p.
 
-    Args:
-      p, places: the verifier's distribution at the place of each draft, and at the place after the last one.
-      q: the distribution that each draft was drawn from.
-      drafts, drafted: tokens, and how many of them count.
-      keys, settings: of each row.
+    p is the verifier's distribution at the place of each draft, and at the place after the last one, q that from which
+    each draft was drawn. Of the drafts, `drafted` count.
     """
     M = drafts.shape[1]
     offset = jnp.arange(M + 1)[None]

@@ -66,10 +66,8 @@ def generate(
 ) -> Iterator[tuple[int, Answer, float]]:
     """Decodes requests, each with its own settings; an answer depends only on its own request.
 
+    Yields (index of the request, its answer, seconds since the last answer without compilation), as answers finish.
     `watch` and `record` are those of `queue.stream`, with the index of the request.
-
-    Yields:
-      (index of the request, its answer, seconds since the last answer without compilation), as answers finish.
     """
     for numbers, some in by_program(requests, model.config):
         began, compiled = time.monotonic(), _compiling.total()

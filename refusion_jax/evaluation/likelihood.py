@@ -57,7 +57,8 @@ def log_likelihood(
 ) -> list[float]:
     """log p(continuation | prompt) in nats, one float each: exact, for the given order of slots.
 
-    For masked diffusion models it is a lower bound, estimated by Monte Carlo.
+    For masked diffusion models it is a lower bound, estimated by Monte Carlo. UserError if a text has an id outside the
+    vocabulary or is too long, or if an order does not name every slot once.
 
     Args:
       model: from `load_model`.
@@ -65,10 +66,6 @@ def log_likelihood(
       slot_size: tokens per slot, for models that have slots.
       order: "left_to_right", "random" (drawn for each text), or a list of slot indices.
       more: `draws`, `seed` and `method` of `likelihoods`.
-
-    Raises:
-      UserError: if a text has an id outside the vocabulary or is too long, or if an order does not name every slot
-        once.
     """
     return [scored.nats for scored in likelihoods(model, prompts, continuations, slot_size, order, **more)]
 
@@ -118,17 +115,11 @@ def likelihoods(
 def held_out_bits(
     model: LanguageModel, tokenizer: Tokenizer, rows: Iterable[Mapping[str, np.ndarray]], **how: object
 ) -> dict[str, object]:
-    """Bits per byte of all responses, given their prompts, in rows of a data set. Each host scores a share.
+    """Bits per byte of all responses, given their prompts, in rows of a data set: tokens, segment_ids and is_response.
 
-    Args:
-      model: from `load_model`, or in training; all hosts call this with the same arguments.
-      tokenizer: the one that made the rows.
-      rows: tokens, segment_ids and is_response [T] each.
-      how: slot_size, order, draws, seed and method of `likelihoods`.
-
-    Returns:
-      eval_bits_per_byte, eval_bits_per_byte_is_bound, their components, and the settings on which they depend; empty if
-      the rows have no text.
+    All hosts call this with the same arguments, and each scores a share. `how` has slot_size, order, draws, seed and
+    method of `likelihoods`. Returns eval_bits_per_byte, eval_bits_per_byte_is_bound, their components, and the settings
+    on which they depend; nothing if the rows have no text.
     """
     system = system_of(how["method"]) if how.get("method") else default_system()
     prompts, responses = documents(rows, system.scoring.needs_prompt)
@@ -298,12 +289,7 @@ def _lay_out(items: Sequence[ScoredTokens], rows: list[list[int]], B: int, T: in
 
 @functools.partial(jax.jit, static_argnums=0)
 def log_probabilities(graphdef: nnx.GraphDef, params: Any, a: dict[str, jax.Array]) -> tuple[jax.Array, ...]:
-    """The model's probabilities of the labels in arrays from `_lay_out`.
-
-    Returns:
-      [B, T] arrays: float32 log p(label), bool whether it is the most probable token, int32 that token, and float32 its
-      log p.
-    """
+    """(log p(label), whether it is the most probable token, that token, its log p), [B, T], of `_lay_out`'s arrays."""
     model, (B, T) = nnx.merge(graphdef, params), a["tokens"].shape
     c = model.config
     x = model.hidden(a["tokens"], a["positions"], Visibility(a["segment"], a["rank"], a["group"]))

@@ -94,11 +94,9 @@ def read_model_config(
 ) -> ModelConfig:
     """The shape that config.json describes.
 
-    Args:
-      tokenizer: of the model; rows of the embedding after its ids are padding and never predicted. If it has more ids
-        than the embedding has rows, the result has rows for all of them (a multiple of 128, to split evenly).
-      mask_token_id: by default config.json's, else the tokenizer's; -1 in the result if neither has one.
-      releases: as for `read_config`.
+    Rows of the embedding after the ids of the tokenizer are padding and never predicted. If it has more ids than the
+    embedding has rows, the result has rows for all of them (a multiple of 128, to split evenly). The mask token is by
+    default config.json's, else the tokenizer's; -1 in the result if neither has one.
     """
     file, given = path / "config.json", read_config(path, releases)
     theta, scaling, local = _rope(file, given)
@@ -145,8 +143,7 @@ def read_model_config(
 def read_config(path: epath.Path, releases: Releases = NONE) -> Config:
     """config.json, with a release's keys renamed to its family's; `releases` are those of all systems.
 
-    Raises:
-      UserError: if it cannot be read, or describes anything but a family or release that we read.
+    UserError if it cannot be read, or describes anything but a family or release that we read.
     """
     file = path / "config.json"
     given = read_json(file)

@@ -64,11 +64,7 @@ def base_of(path: epath.Path) -> epath.Path:
 
 
 def load(path: epath.Path, target: dict[str, Any]) -> tuple[Lora, dict[str, Any]]:
-    """The adapters in a directory, in host memory; `target` has the shapes of the weights of the model.
-
-    Raises:
-      UserError: if a file cannot be read, or a tensor has no place in the model.
-    """
+    """The adapters in a directory, in host memory; UserError if one has no place among weights like `target`."""
     config, tensors, layers, known = _read_config(path), Tensors(path, WEIGHTS), {}, set()
     depth = range(target["layers"]["q_proj"].shape[0])
     names = [name for name in INPUTS if any(_their_name(name, "a", layer) in tensors.names for layer in depth)]
@@ -93,10 +89,8 @@ def find_objective(path: epath.Path) -> str | None:
 def write(path: epath.Path, lora: Lora, adapters: dict[str, Any], base: epath.Path, objective: str) -> None:
     """Writes a directory that `peft` loads, with what was trained, by names of weights, and the path of its base.
 
-    The system that trained them is recorded where `peft` does not look, because it warns of unknown keys.
-
-    Raises:
-      UserError: if other weights were trained, too.
+    The system that trained them is recorded where `peft` does not look, because it warns of unknown keys. UserError if
+    other weights were trained, too.
     """
     if others := lora.without_adapters(adapters)["layers"].keys() | (adapters.keys() - {"layers"}):
         raise UserError(f"--format=peft holds only adapters, but {min(others)} was trained, too: use huggingface")
