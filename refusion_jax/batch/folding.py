@@ -41,7 +41,6 @@ class Folded(Pattern):
     parts: int
 
     def rank_and_group(self, length: int) -> tuple[Int32[np.ndarray, "T"], Int32[np.ndarray, "T"]]:
-        """The ranks and groups of the pattern, folded."""
         parts = np.split(np.arange(length), 2 * self.parts)
         order = np.concatenate([parts[i] for pair in range(self.parts) for i in (pair, -1 - pair)])
         rank, group = self.pattern.rank_and_group(length)

@@ -69,7 +69,6 @@ class Example:
 
     @property
     def texts(self) -> list[str]:
-        """The prompt, or its turns, and the answer."""
         prompt = self.prompt or ()
         return [*([prompt] if isinstance(prompt, str) else (text for _, text in prompt)), self.response]
 
@@ -78,7 +77,6 @@ class Example:
         return sum(map(len, self.texts))
 
     def map(self, change: Callable[[str], str]) -> "Example":
-        """The example with changed texts."""
         prompt = self.prompt
         if prompt is not None:
             is_text = isinstance(prompt, str)
@@ -108,8 +106,6 @@ class Fields:
 
 
 class _Part(pydantic.BaseModel):
-    """A part of the content of a turn."""
-
     type: Literal["text"]
     text: str
 
@@ -137,7 +133,6 @@ class _Turn(pydantic.BaseModel):
 
     @property
     def pair(self) -> tuple[str, str]:
-        """(role, text)."""
         text = self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
         return _ROLES.get(self.role, self.role), text
 

@@ -60,7 +60,6 @@ class KeyCheck:
         self._keys, self._bearer = [key.encode() for key in keys], HTTPBearer(auto_error=False)
 
     async def __call__(self, request: Request) -> None:
-        """Checks the Authorization header; HTTPException of status 401 if it has no valid key."""
         if request.url.path in _OPEN:
             return
         found = await self._bearer(request)

@@ -59,7 +59,6 @@ class Metrics(Collector):
             self._per_forward.observe(tokens / forwards)
 
     def collect(self) -> Iterator[CounterMetricFamily]:
-        """The engine's own counts: drafts, and accepted drafts."""
         texts = {"draft": "Tokens that forward passes have verified", "accepted": "Those of them that were committed"}
         for (name, text), count in zip(texts.items(), self._engine.verified, strict=True):
             family = CounterMetricFamily(f"vllm:spec_decode_num_{name}_tokens", text, labels=["model_name"])

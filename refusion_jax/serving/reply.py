@@ -192,7 +192,6 @@ class Reply:
         }
 
     def _job(self, number: int, one: Choice, put: Callable, is_watched: bool) -> Job:
-        """The job of one answer, whose deltas are put into a queue."""
         read, by_forward = self._service.reader(one, self._body), self._body.watch
 
         def report(answer: Answer, is_finished: bool) -> bool:

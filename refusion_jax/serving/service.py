@@ -199,5 +199,4 @@ class Service:
         return self.tokenizer.decode(ids)
 
     def echoes(self, choices: Sequence[Choice]) -> list[str]:
-        """The prompts as text: the given text, or decoded token ids."""
         return [self.tokenizer.decode(one.prompt[one.added :]) if one.text is None else one.text for one in choices]

@@ -54,7 +54,6 @@ class Machine:
         return cls(0.0, 2 * _used_by_token(config) / flops)
 
     def seconds(self, layers: int, tokens: float) -> float:
-        """Seconds of a forward pass through some layers."""
         return layers * (self.fixed + tokens * self.each)
 
 

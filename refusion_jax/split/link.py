@@ -73,7 +73,6 @@ class Link:
             raise self.failure
 
     def start(self, rows: int, capacity: int) -> None:
-        """Begins an empty batch with `rows` rows of `capacity` cache entries."""
         self._attempt(self._tell, frames.Start(0, rows, capacity))
 
     def admit(self, given: np.ndarray) -> None:
@@ -82,7 +81,6 @@ class Link:
         self._attempt(self._tell, frames.Admit(0, len(given)))
 
     def place(self, rows: np.ndarray) -> None:
-        """Puts the new rows into these places, [R]."""
         self._attempt(self._tell, frames.Place(0, _int32(rows)))
         self._given = None
 

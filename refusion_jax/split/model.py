@@ -39,7 +39,6 @@ class Packing(NamedTuple):
     tiles: int  # of a shard
 
     def ragged(self, fed: Int32[Array, "B"]) -> Ragged:
-        """The packing of rows with `fed` tokens each."""
         return Ragged.of(fed, self.width, self.tile, self.tiles, self.shards)
 
 
@@ -103,12 +102,10 @@ class Upper:
         self._part, self._run = part, jax.jit(functools.partial(_forward, graphdef), static_argnums=1, donate_argnums=2)
 
     def empty_cache(self, rows: int, capacity: int) -> KeyValues:
-        """The cache of a new batch."""
         # Copies, since keys and values are donated separately.
         return jax.tree.map(jnp.copy, self._part.empty_cache(rows, capacity))
 
     def cache_bytes(self, rows: int, capacity: int) -> int:
-        """Bytes of a batch's cache."""
         return rows * capacity * bytes_per_token(self._part.config, self._part.cache_dtype)
 
     def __call__(

@@ -169,7 +169,6 @@ class Pipeline(Decoder):
         return self.start_text(PipelineState, layout, keys, **own)
 
     def step(self, model: LanguageModel, s: PipelineState) -> PipelineState:
-        """One forward pass over the blocks in flight."""
         K, F, own = self.block_length, self.width, s.settings
         cached = (s.cache.length - s.first) // K  # [B] blocks
         w = s.window(F, cached * K, jnp.full_like(cached, F))

@@ -74,7 +74,6 @@ class AllMasked(Objective):
 
     @property
     def coefficients(self) -> dict[str, float]:
-        """Weights of the terms `mdm`, predicted by masks, and `ar`, by clean tokens."""
         return {"mdm": 1.0, "ar": self.clean_weight}
 
     @property

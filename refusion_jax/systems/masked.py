@@ -134,7 +134,6 @@ class MaskedDecoder(Decoder):
         """Which places of the text are fed; None: all."""
 
     def window(self, s: MaskedText) -> Window:
-        """The places of each row's block."""
         return s.window(self.block_length, s.block_start, s.block_length)
 
 

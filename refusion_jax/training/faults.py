@@ -104,7 +104,6 @@ class RunUnderTest:
         return True
 
     def wait(self) -> set[int]:
-        """Waits for its processes and returns their exit codes."""
         codes = {process.wait(_PATIENCE_SECONDS) for process in self.processes}
         self.processes = []
         return codes

@@ -127,7 +127,6 @@ def read_metrics(workdir: epath.Path, up_to: float = float("inf")) -> list[dict]
 
 
 def _up_to(path: epath.Path, step: float) -> list[dict]:
-    """The records of a log up to a step."""
     return [record for record in read_log(path) if isinstance(record.get("step"), int) and record["step"] <= step]
 
 

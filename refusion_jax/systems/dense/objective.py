@@ -86,7 +86,6 @@ class DenseSlots(Objective):
 
     @property
     def coefficients(self) -> dict[str, float]:
-        """Weights of `ar`, predicted by clean tokens, and `mdm`, by masks."""
         return {"ar": 1.0, "mdm": self.mdm_weight}
 
     @property
