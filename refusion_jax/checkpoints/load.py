@@ -93,7 +93,7 @@ def load_auxiliaries(
         elif (token := first_difference(*tokenizers)) is not None:
             why = f"has another tokenizer than {path}: token {token} is other text"
         if why:
-            raise SettingError("decode", name, other, why)
+            settings.refuse(name, why)
         auxiliary[name] = load_model(other, dtype, mesh, settings.weights)
     return auxiliary
 

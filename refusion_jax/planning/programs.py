@@ -59,12 +59,8 @@ def lower_decode(config: str, topology: str, slices: int, settings: Settings) ->
             "decode", "max_new_tokens", settings.new_tokens, f"leaves no room for a prompt in a cache of {capacity}"
         )
     if rows % (parts := sharding.shard_count(mesh, "batch")):
-        raise SettingError(
-            "decode",
-            "batch_size",
-            rows,
-            f"does not divide into {parts} parts; the next size that does is {-(-rows // parts) * parts}",
-        )
+        next_size = -(-rows // parts) * parts
+        settings.refuse("batch_size", f"does not divide into {parts} parts; the next size that does is {next_size}")
     check_auxiliaries(settings, settings)
 
     def abstract_model(shape: ModelConfig, head_rows: int = 0) -> LanguageModel:

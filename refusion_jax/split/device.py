@@ -27,7 +27,7 @@ from etils import epath
 from refusion_jax.checkpoints.contents import chosen_settings, describe_call, find_tokenizer, read_model_config
 from refusion_jax.checkpoints.load import open_weights
 from refusion_jax.cli import command, flag_values
-from refusion_jax.cli.errors import SettingError, UserError
+from refusion_jax.cli.errors import UserError
 from refusion_jax.decoding import queue
 from refusion_jax.decoding.decoder import Decoder
 from refusion_jax.decoding.output import open_output, to_line
@@ -152,8 +152,7 @@ def decoder_on_link(requests: Sequence[Request], config: Any) -> Decoder:
     """The decoder for requests; SettingError if it cannot run over two machines."""
     settings, decoder = requests[0].settings, decoder_for(requests, config)
     if not decoder.copies_prefix or settings.auxiliary_models:
-        why = "does not append to a cache of one model, so that it cannot run over two machines"
-        raise SettingError("decode", "method", settings.method, why)
+        settings.refuse("method", "does not append to a cache of one model, so that it cannot run over two machines")
     return decoder
 
 
