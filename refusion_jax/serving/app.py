@@ -177,8 +177,10 @@ def _said(delta: Delta) -> dict[str, Any]:
 
 def _message(number: int, delta: Delta, scores: dict[str, Any] | None) -> dict[str, Any]:
     """The fields of a choice in a whole chat."""
-    message = {"role": "assistant", "content": None if delta.calls else ""}
-    return {"message": message | _said(delta), "logprobs": scores}
+    message = {"role": "assistant", "content": None if delta.calls else ""} | _said(delta)
+    for call in delta.calls:
+        del call["index"]  # only in streams: OpenAI's agents in JavaScript send it back as a field of the message
+    return {"message": message, "logprobs": scores}
 
 
 async def _page(file: str, request: Request) -> HTMLResponse:
