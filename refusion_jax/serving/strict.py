@@ -15,13 +15,14 @@ from refusion_jax.cli.command import say
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "best_of": (1,),
     "frequency_penalty": (0,),
-    "include": ([],),  # always, by OpenAI's Agents SDK
+    "include": ([], ["reasoning.encrypted_content"]),  # by OpenAI's Agents SDK, Codex and LiteLLM
     "include_obfuscation": (False,),
     "logit_bias": ({},),
     "min_p": (0,),
     "modalities": (["text"],),
     "parallel_tool_calls": (True, False),  # for completions, like the two below
     "presence_penalty": (0,),
+    "reasoning": ({"summary": "auto"},),  # by Codex and Inspect; no answer has it
     "repetition_penalty": (1, 1.0),  # the latter by vLLM's load generator
     "tool_choice": ("none", "auto"),
     "tools": ([],),
@@ -29,8 +30,8 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
 }
 # What tools send along: labels, bookkeeping of other servers, and what OpenAI's client has parsed of an answer.
 _IGNORED = frozenset(
-    "cache_salt disable_any_whitespace disable_fallback guided_decoding_backend metadata name parsed parsed_arguments "
-    "priority prompt_cache_key request_id safety_identifier service_tier skip_special_tokens "
+    "cache_salt client_metadata disable_any_whitespace disable_fallback guided_decoding_backend metadata name parsed "
+    "parsed_arguments priority prompt_cache_key request_id safety_identifier service_tier skip_special_tokens "
     "spaces_between_special_tokens store user".split()
 )
 
