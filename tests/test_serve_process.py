@@ -239,7 +239,7 @@ BAD = {
     "no effect": ({"prompt": "a", "frequency_penalty": 1}, 400, "frequency_penalty: is not supported here"),
     "tools": ({"prompt": "a", "tools": [{}]}, 400, "tools: is not supported here"),
     "not finite": (b'{"prompt": "a", "temperature": NaN}', 400, "temperature: .* finite"),
-    "too many tokens": ({"prompt": "a", "max_tokens": 33}, 400, "max_tokens=33: this server decodes at most 32"),
+    "too many tokens": ({"prompt": "a", "max_tokens": 33}, 400, "33 tokens are asked for: this .* at most 32 "),
     "too many answers": ({"prompt": ["a"] * 600, "n": 2}, 400, "prompt: with n=2 .* at most 512"),
     "a bad setting": ({"prompt": "a", "decode": {"slot_threshold": 2}}, 400, "slot_threshold=2: must be at most 1"),
     "a wrong type": ({"prompt": "a", "decode": {"order": []}}, 400, "order=\\[\\]: must be of type str"),
@@ -292,6 +292,9 @@ def test_what_cannot_be_done_is_refused_with_the_field_at_fault(client, body, st
     error = answer.json()["error"]
     assert re.search(why, error["message"]), error
     assert error["type"] == "invalid_request_error"
+    is_too_long = "maximum context length is 64 tokens" in error["message"]
+    assert is_too_long == bool(re.search("has \\d+ (tokens|characters)", error["message"]))
+    assert error["code"] == ("context_length_exceeded" if is_too_long else status)
 
 
 def test_what_asks_for_nothing_is_let_through_and_routes_that_are_not_there_are_refused(client, service, monkeypatch):
@@ -303,8 +306,10 @@ def test_what_asks_for_nothing_is_let_through_and_routes_that_are_not_there_are_
     assert client.post("/v1/completions", json={"prompt": "a", "max_tokens": 4, **neutral}).status_code == 200
     asked = [{"role": "developer", "content": "Sort.", "name": "me"}, {"role": "user", "content": "3 1"}]
     asked.append({"role": "tool", "content": "1 3", "tool_call_id": "7"})
-    neutral = {"include": [], "truncation": "disabled"}  # by OpenAI's Agents SDK
-    assert client.post("/v1/responses", json={"input": "a", "max_output_tokens": 4, **neutral}).status_code == 200
+    for include in ([], ["reasoning.encrypted_content"]):
+        neutral = {"include": include, "truncation": "disabled", "reasoning": {"summary": "auto"}}
+        neutral |= {"client_metadata": {"turn": "1"}}
+        assert client.post("/v1/responses", json={"input": "a", "max_output_tokens": 4, **neutral}).status_code == 200
     neutral = {"modalities": ["text"], "stream_options": {"include_obfuscation": False}}
     answer = client.post("/v1/chat/completions", json={"messages": asked, "max_tokens": 4, **neutral})
     assert answer.status_code == 200, answer.text

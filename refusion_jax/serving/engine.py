@@ -42,6 +42,10 @@ class BusyError(RuntimeError):
     """The queue is full."""
 
 
+class TooLongError(UserError):
+    """A prompt and its answer do not fit into the context."""
+
+
 @dataclasses.dataclass(eq=False)
 class Job:
     """A request, and the callbacks for its answer, which the engine's thread calls."""
@@ -164,9 +168,9 @@ class Engine:
         return request
 
     def check_prompt(self, tokens: Sequence[int], name: str, more: int) -> None:
-        """Raises UserError if the model cannot read a prompt followed by `more` tokens; `name` is for the message."""
+        """Refuses a prompt that the model cannot read, or not before `more` tokens; `name` is for the message."""
         if len(tokens) + more > (most := self.settings.cache_length):
-            raise UserError(f"{name}: has {len(tokens)} tokens; at most {most - more} fit before {more} more")
+            raise TooLongError(f"{name}: has {len(tokens)} tokens; at most {most - more} fit before {more} more")
         check_tokens(name, tokens, self._config.num_tokens)
 
     def constrained(self, grammar: Matcher) -> "Engine":

@@ -13,7 +13,7 @@ from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from refusion_jax.cli.errors import Failure, UserError
-from refusion_jax.serving.engine import BusyError
+from refusion_jax.serving.engine import BusyError, TooLongError
 
 
 def largest_body(cache_length: int) -> int:
@@ -24,10 +24,13 @@ def largest_body(cache_length: int) -> int:
 def handle_errors(app: FastAPI, cache_length: int) -> None:
     """Makes the application answer every error with its status and the field at fault; the context limits bodies."""
     app.add_middleware(LimitBody, most=largest_body(cache_length))
+    context = f"this model's maximum context length is {cache_length} tokens"
     answers: dict[type[Exception], Callable[[Any], JSONResponse]] = {
         HTTPException: lambda error: _refusal(error.status_code, str(error.detail), headers=error.headers),
         InvalidError: lambda error: _refusal(400, *error.args),
         UserError: lambda error: _refusal(400, str(error)),
+        # Clients, which then shorten the conversation, know it by its code or by these words.
+        TooLongError: lambda error: _refusal(400, f"{error}; {context}", code="context_length_exceeded"),
         BusyError: lambda error: _refusal(503, str(error), headers={"Retry-After": "1"}),
         Failure: lambda error: _refusal(500, str(error)),
         ClientDisconnect: lambda error: _refusal(400, "the connection ended before the body did"),  # to nobody
@@ -90,13 +93,13 @@ def _explained(error: ValidationError) -> tuple[str, str | None]:
     return f"{name}: {why}" if name else why, name or None
 
 
-def error_body(status: int, message: str, field: str | None = None) -> dict[str, Any]:
+def error_body(status: int, message: str, field: str | None = None, code: str | None = None) -> dict[str, Any]:
     """An error in the form that clients read."""
     kind = "invalid_request_error" if status < 500 else "server_error"
-    return {"error": {"message": message, "type": kind, "param": field, "code": status}}
+    return {"error": {"message": message, "type": kind, "param": field, "code": code or status}}
 
 
 def _refusal(
-    status: int, message: str, field: str | None = None, headers: dict[str, str] | None = None
+    status: int, message: str, field: str | None = None, code: str | None = None, headers: dict[str, str] | None = None
 ) -> JSONResponse:
-    return JSONResponse(error_body(status, message, field), status, headers)
+    return JSONResponse(error_body(status, message, field, code), status, headers)

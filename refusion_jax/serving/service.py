@@ -16,7 +16,7 @@ from refusion_jax.decoding.requests import Answer, Request
 from refusion_jax.decoding.settings import Settings, TokenIds
 from refusion_jax.decoding.stops import Stops
 from refusion_jax.model.interface import LanguageModel
-from refusion_jax.serving.engine import Choice, Engine
+from refusion_jax.serving.engine import Choice, Engine, TooLongError
 from refusion_jax.serving.grammar import Grammars
 from refusion_jax.serving.metrics import Metrics
 from refusion_jax.serving.protocol import Chat, Completion
@@ -179,7 +179,7 @@ class Service:
     def _check_length(self, characters: int, name: str) -> None:
         """Refuses a much too long text before it is tokenized."""
         if characters > _LONGEST_TOKEN * (most := self._settings.cache_length):
-            raise UserError(f"{name}: has {characters} characters, which are more than {most} tokens")
+            raise TooLongError(f"{name}: has {characters} characters, which are more than {most} tokens")
 
     @property
     def special_tokens(self) -> dict[str, str | None]:
