@@ -146,7 +146,7 @@ class Service:
         most = self._settings.new_tokens
         limit = max(min(most, self._settings.cache_length - given), 1) if body.max_tokens is None else body.max_tokens
         if limit > most:
-            raise UserError(f"max_tokens={limit}: this server decodes at most {most} tokens of an answer")
+            raise UserError(f"{limit} tokens are asked for: this server decodes at most {most} tokens of an answer")
         whole = max(-(-limit // plain.multiple), 1) * plain.multiple
         return dataclasses.replace(plain, max_new_tokens=whole), limit
 
