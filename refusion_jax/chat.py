@@ -133,7 +133,8 @@ class Chat:
         print(printable(screen.text) if self._is_terminal else screen.text, flush=True)
         end = {None: ", stopped", "length": ", cut at max_new_tokens", "stop": ""}[screen.finish_reason]
         if self._is_terminal:
-            print(f"({screen.forwards} forwards, {time.monotonic() - began:.1f} s{end})", flush=True)
+            count = f"{screen.forwards} forward{'s' * (screen.forwards != 1)}"
+            print(f"({count}, {time.monotonic() - began:.1f} s{end})", flush=True)
         return screen.text
 
 

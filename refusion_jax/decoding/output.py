@@ -63,7 +63,7 @@ class File:
         write_file(self._path, "".join(to_line(records[i]) for i in range(self._count)))
         for path in self._journals:
             path.unlink(missing_ok=True)
-        print(f"{self._path}: {self._count} answers, {len(self.left)} of them decoded now")
+        print(f"{self._path}: {self._count} answer{'s' * (self._count != 1)}, {len(self.left)} of them decoded now")
 
 
 def is_on_disk(path: epath.PathLike) -> bool:
