@@ -4,6 +4,7 @@ released_models.py says how releases.json was recorded.
 """
 
 import functools
+import itertools
 import json
 import types
 
@@ -122,6 +123,27 @@ def test_a_drafter_of_pard_is_known_by_a_key_and_not_mistaken_for_the_model_that
         (tmp_path / "config.json").write_text(json.dumps(described | keys))
         assert read_model_config(epath.Path(tmp_path)).mask_token_id == mask
         assert find_objective(epath.Path(tmp_path)) == system
+
+
+def test_adapters_of_a_release_have_its_names_and_are_decoded_as_is_asked(load, tmp_path):
+    """As D2F's of LLaDA and Dream: nothing in them says what they were trained for."""
+    base, model = load("llada")
+    name = "base_model.model.model.transformer.blocks.{}.{}.lora_{}.weight"
+    shapes = {"A": [4, 32], "B": [32, 4]}
+    targets = {"q_proj": "q_proj", "o_proj": "attn_out"}
+    every = itertools.product(range(2), targets.values(), shapes)
+    sides = weights_of({name.format(layer, theirs, side): shapes[side] for layer, theirs, side in every})
+    save_file(sides, tmp_path / "adapter_model.safetensors")
+    config = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "base_model_name_or_path": str(base)}
+    (tmp_path / "adapter_config.json").write_text(json.dumps(config))
+    adapted = load_model(tmp_path)
+    for layer, (ours, theirs) in itertools.product(range(2), targets.items()):
+        a, b = (sides[name.format(layer, theirs, side)] for side in "AB")
+        was, is_now = (getattr(m.layers, ours)[layer].reshape(32, 32).T for m in (model, adapted))
+        np.testing.assert_allclose(is_now, was + 2 * b @ a, rtol=1e-5, atol=1e-5)
+    assert [choose_method(epath.Path(tmp_path), method) for method in (None, "d2f")] == ["llada", "d2f"]
+    with pytest.raises(UserError, match="was trained with objective=llada"):
+        choose_method(base, "d2f")
 
 
 @pytest.mark.thorough

@@ -57,7 +57,7 @@ VARIANTS = {
     # tests/test_decoding.py and tests/test_speculation.py try more of these.
     "refusion": [{"size": 1, "new": 8}],
     "prompt_lookup": [],
-    "d2f": [{"block_length": 4, "threshold": 0.3}, {"block_length": 2, "threshold": 0.4}],
+    "d2f": [{"block_length": 4, "threshold": 0.3}, {"block_length": 2, "threshold": 0.4, **SHIFTED}],
     "dream": [{"steps": 4}, {"confidence": "margin"}, {"confidence": "maskgit", "steps": 7}],
     "fast_dllm": [
         {"reuse": "prefix", "block_length": 4, "threshold": 0.3},

@@ -104,13 +104,15 @@ def find_objective(path: epath.Path) -> str | None:
 def choose_method(checkpoint: epath.Path, method: str | None) -> str:
     """Name of the decoder: the requested one, or the first for the system that trained the model.
 
-    SettingError if the model was not trained for the decoder.
+    SettingError if the model was not trained for the decoder; of adapters that do not say who trained them, any may be
+    requested.
     """
     if (objective := find_objective(checkpoint)) is None:
         return method or default_decoder(default_system().name)
     with naming(f"{checkpoint}"):
         default, fitting = default_decoder(objective), decoders_for(objective)
-    if method and method not in fitting:
+    is_known = not peft.is_peft(checkpoint) or peft.find_objective(checkpoint)
+    if method and method not in fitting and is_known:
         why = f"{checkpoint} was trained with objective={objective}, which decodes with {' or '.join(fitting)}"
         raise SettingError("decode", "method", method, why)
     return method or default

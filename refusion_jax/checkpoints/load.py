@@ -103,8 +103,9 @@ def load_params(path: epath.Path, target: dict[str, Any]) -> dict[str, Any]:
     if is_huggingface(path):
         return huggingface.load_params(path, target, releases=releases())
     if peft.is_peft(path):
-        lora, trained = peft.load(path, target)
-        return checked(path, _merge(lora, load_params(peft.base_of(path), target), trained, target))
+        base = peft.base_of(path)
+        lora, trained = peft.load(path, target, huggingface.names_of(base, releases()))
+        return checked(path, _merge(lora, load_params(base, target), trained, target))
     if (adapted := read_adapters(find_step(path)[0])) is None:
         return restore_params(path, target)
     lora, base = adapted

@@ -16,7 +16,8 @@ from safetensors.numpy import save_file
 from refusion_jax.cli.errors import UserError
 from refusion_jax.cli.progress import track
 from refusion_jax.distributed.storage import replacing, write_file
-from refusion_jax.model.huggingface_config import NONE, Releases, describe, read_config
+from refusion_jax.model.families import NAMES
+from refusion_jax.model.huggingface_config import NONE, Releases, describe, is_huggingface, read_config
 from refusion_jax.model.shape import ModelConfig
 from refusion_jax.model.tensor_files import INDEX, Tensors
 from refusion_jax.model.tensor_layout import Part, layout, tensor_names
@@ -102,6 +103,14 @@ def _open(path: epath.Path, target: dict[str, Any], releases: Releases) -> tuple
         if not name.endswith(".rotary_emb.inv_freq"):  # follows from rope_theta
             raise UserError(f"{tensors.place_of(name)}: {name} has no place in the model that config.json describes")
     return tensors, weights
+
+
+def names_of(path: epath.Path, releases: Releases) -> dict[str, str]:
+    """The names of tensors in a directory, by ours; of a run, those that most families have."""
+    if not is_huggingface(path):
+        return NAMES
+    config = read_config(path, releases)
+    return tensor_names(config.model_type, config.names)
 
 
 def _place(tensor: np.ndarray, target: jax.ShapeDtypeStruct) -> jax.Array:

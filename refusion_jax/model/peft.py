@@ -6,6 +6,7 @@ layers stacked.
 
 import json
 import math
+from collections.abc import Mapping
 from typing import Any, Literal
 
 import numpy as np
@@ -63,14 +64,17 @@ def base_of(path: epath.Path) -> epath.Path:
     return base
 
 
-def load(path: epath.Path, target: dict[str, Any]) -> tuple[Lora, dict[str, Any]]:
-    """The adapters in a directory, in host memory; UserError if one has no place among weights like `target`."""
+def load(path: epath.Path, target: dict[str, Any], names: Mapping[str, str]) -> tuple[Lora, dict[str, Any]]:
+    """The adapters in a directory, in host memory; UserError if one has no place among weights like `target`.
+
+    `names` are those of the model's tensors, by ours.
+    """
     config, tensors, layers, known = _read_config(path), Tensors(path, WEIGHTS), {}, set()
     depth = range(target["layers"]["q_proj"].shape[0])
-    names = [name for name in INPUTS if any(_their_name(name, "a", layer) in tensors.names for layer in depth)]
-    for name in names:
+    found = [name for name in INPUTS if any(_their_name(names[name], "a", layer) in tensors.names for layer in depth)]
+    for name in found:
         for side, shape in zip("ab", pair_of(name, target["layers"][name].shape, config.r), strict=True):
-            theirs = [_their_name(name, side, layer) for layer in range(shape[0])]
+            theirs = [_their_name(names[name], side, layer) for layer in range(shape[0])]
             width = math.prod(shape[1:]) // config.r
             flat = (config.r, width) if side == "a" else (width, config.r)
             stacked = np.stack([tensors.read(each, flat).astype(np.float32).T for each in theirs])
@@ -78,7 +82,7 @@ def load(path: epath.Path, target: dict[str, Any]) -> tuple[Lora, dict[str, Any]
             known |= set(theirs)
     for left in sorted(tensors.names - known):
         raise UserError(f"{path / WEIGHTS}: {left} has no place in the model that it adapts")
-    return Lora(config.r, config.lora_alpha, "|".join(names)), {"layers": layers}
+    return Lora(config.r, config.lora_alpha, "|".join(found)), {"layers": layers}
 
 
 def find_objective(path: epath.Path) -> str | None:
@@ -99,7 +103,7 @@ def write(path: epath.Path, lora: Lora, adapters: dict[str, Any], base: epath.Pa
         name, side = name[:-2], name[-1]
         for layer, weight in enumerate(np.asarray(stacked)):
             flat = weight.reshape(-1, lora.rank) if side == "a" else weight.reshape(lora.rank, -1)
-            tensors[_their_name(name, side, layer)] = np.ascontiguousarray(flat.T)
+            tensors[_their_name(NAMES[name], side, layer)] = np.ascontiguousarray(flat.T)
     config = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
@@ -117,5 +121,5 @@ def _read_config(path: epath.Path) -> _Config:
     return read_json(path / CONFIG, _Config, extra="ignore")
 
 
-def _their_name(name: str, side: str, layer: int) -> str:
-    return "base_model.model." + NAMES[name].format(layer).replace("weight", f"lora_{side.upper()}.weight")
+def _their_name(tensor: str, side: str, layer: int) -> str:
+    return "base_model.model." + tensor.format(layer).replace("weight", f"lora_{side.upper()}.weight")

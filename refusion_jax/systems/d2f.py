@@ -154,13 +154,17 @@ class Pipeline(Decoder):
     fills_gaps: ClassVar[bool] = False  # the model does not see the text after a gap
 
     block_length: int  # K
+    shifted: bool  # whether the token at j is read from the logits at j - 1
 
     @classmethod
     def for_requests(cls, requests: Sequence[Request], model: ModelConfig) -> Self:
+        if model.shifted:
+            masked.check_first(requests)
         own, N = requests[0].settings, most_new_tokens(requests)
         width = own.block_length * min(_IN_FLIGHT, -(-N // own.block_length))
         chunk = rounded_up(max(len(request.given[0]) for request in requests))
-        return cls.sized(requests, model, width=width, chunk=chunk, cache_length=text_capacity(requests) + width)
+        room = text_capacity(requests) + width + model.shifted
+        return cls.sized(requests, model, width=width, shifted=model.shifted, chunk=chunk, cache_length=room)
 
     def init(self, model: LanguageModel, layout: Layout, keys: Key[Array, "B"]) -> PipelineState:
         """The initial state: prompts are cached, with bidirectional attention; no block is open."""
@@ -176,10 +180,15 @@ class Pipeline(Decoder):
         opened = self._open(s, cached, before)
         w = w._replace(masked=w.masked & (jnp.arange(F)[None] < ((opened - cached) * K)[:, None]))
 
-        index = s.cache.length[:, None] + jnp.arange(F)[None]
+        offset = jnp.arange(F)
+        if self.shifted:  # the last cached token, after the others: nobody sees it here, and it sees the cache alone
+            offset = jnp.append(offset, -1)
+        index = s.cache.length[:, None] + offset[None]
         tokens = jnp.take_along_axis(s.text, jnp.minimum(index, s.text.shape[1] - 1), axis=1)
-        block = jnp.arange(F) // K
-        logits, cache = kv.extend(model, s.cache, tokens, index, (block[:, None] >= block[None])[None])
+        block = offset // K
+        visible = (block[:, None] >= block[None]) & (offset >= 0)[None]
+        logits, cache = kv.extend(model, s.cache, tokens, index, visible[None])
+        logits = jnp.roll(logits, int(self.shifted), axis=1)[:, :F]
 
         proposal = s.propose(logits, w.position, w.masked)
         by_block = (len(index), F // K, K)
@@ -207,7 +216,7 @@ class Pipeline(Decoder):
 def reference(model: LanguageModel, request: Request) -> dict:
     """The decoder in plain Python: one request, no cache, greedy."""
     plain, s = ReferenceDecoder(model, request), request.settings
-    K, first = s.block_length, plain.places[0]
+    K, first, shift = s.block_length, plain.places[0], int(model.config.shifted)
     blocks = [plain.places[i : i + K] for i in range(0, len(plain.places), K)]
     opened = cached = 0
 
@@ -223,7 +232,7 @@ def reference(model: LanguageModel, request: Request) -> dict:
         p = plain.forward("blocks", plain.tokens(places), places, rank[:, None] >= rank)
         new, shares = {}, [share(block) for block in range(-1, opened)]
         for block in range(cached, opened):
-            rows = {place: p[place] for place in blocks[block] if place not in plain.text}
+            rows = {place: p[place - shift] for place in blocks[block] if place not in plain.text}
             new |= plain.surest(rows, s.threshold, least=int(shares[block] >= _FORCE_AT))
         while cached < opened and shares[cached + 1] == 1:
             cached += 1
