@@ -292,6 +292,9 @@ def test_shuffled_documents_are_shown_next_to_their_own_text(trained_run):
         assert len(texts) == len(given)
         assert all(own.endswith(text) for text, own in zip(texts, given, strict=True)), lines
         moved += len(texts) > 1
+        is_first = shown[2].visibility.segment_ids[place] == 1  # each block has a mask ratio of its own
+        ratios = shown[2].diagnostics["mask_ratio"][place][is_first & (shown[2].inputs[place] == shown[0].mask_id)]
+        assert all(f"{ratio:.4g}" in lines[0] for ratio in (ratios.min(), ratios.max()))
     assert moved
 
 

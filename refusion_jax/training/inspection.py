@@ -78,7 +78,8 @@ def show_row(console: Console, tokenizer: Tokenizer, rows: Rows, batch: Batch, p
         if not len(given):
             console.print(f"{title}: left out by this system", style="bold")
             continue
-        noted = "".join(f", {name.replace('_', ' ')} {x[given[0]]:.4g}" for name, x in batch.diagnostics.items())
+        told = given[kinds == "masked"] if "masked" in kinds else given  # blocks have values of their own
+        noted = "".join(f", {name.replace('_', ' ')} {_range(x[told])}" for name, x in batch.diagnostics.items())
         console.print(f"{title}: {prompt} prompt and {len(text) - prompt} response tokens{noted}", style="bold")
         positions = batch.positions[given]
         of_text = np.where(np.arange(len(text)) < prompt, "prompt", "clean")
@@ -90,6 +91,10 @@ def show_row(console: Console, tokenizer: Tokenizer, rows: Rows, batch: Batch, p
             console.print(_label_table(tokenizer, batch, given, kinds))
     padding = int(np.sum(rows.segment_ids == 0))
     console.print(f"padding: {padding} of {len(rows.segment_ids)} positions")
+
+
+def _range(x: np.ndarray) -> str:
+    return " to ".join(dict.fromkeys(f"{value:.4g}" for value in (x.min(), x.max())))
 
 
 def _spans(tokenizer: Tokenizer, tokens: np.ndarray, kinds: np.ndarray, positions: np.ndarray) -> Text:
