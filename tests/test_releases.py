@@ -174,6 +174,8 @@ def test_a_mixture_comes_back_to_the_bit_and_is_known_again(tmp_path):
     ("name", "change", "said"),
     [
         ("llada", {"block_type": "sequential"}, 'block_type="sequential" is not supported'),
+        ("llada", {"architectures": ["LLaDAMoEModelLM"]}, r'=\["LLaDAMoEModelLM"\] is not .* read \["LLaDAModelLM"\]'),
+        ("dream", {"architectures": ["DreamForCausalLM"]}, r'=\["DreamForCausalLM"\] is not .* read \["DreamModel"\]'),
         ("llada", {"include_qkv_bias": True}, "include_qkv_bias=true is not supported"),
         ("dream", {"use_mrope": True}, "use_mrope=true is not supported"),
         ("sdar", {"num_experts": 128}, "num_experts=128 is not understood"),

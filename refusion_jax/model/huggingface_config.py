@@ -185,7 +185,7 @@ def _check_keys(file: epath.Path, given: dict[str, Any], family: Family, release
     fixed = {**family.activation, **family.fixed, **release.fixed, "quantization_config": None, "is_causal": True}
     fixed |= {key: None for key in _OF_KINDS if key not in family.defaults}
     if given.get("architectures") and not is_released:  # other classes compute other things under a known model_type
-        fixed["architectures"] = [family.architecture]
+        fixed = {"architectures": [family.architecture], **fixed}
     for key, value in fixed.items():
         if (said := given.get(key, family.defaults.get(key, value))) != value:
             _refuse(file, key, said, f"of model_type={given['model_type']} we read {json.dumps(value)}")

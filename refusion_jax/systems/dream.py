@@ -163,7 +163,7 @@ SYSTEM = System(
             "Dream",
             "qwen2",
             defaults={"mask_token_id": 151666, "shifted": True},
-            fixed={"use_mrope": False},
+            fixed={"architectures": ["DreamModel"], "use_mrope": False},  # DreamReasoner's is another
         ),
     ),
 )

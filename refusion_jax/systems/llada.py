@@ -202,6 +202,7 @@ RELEASE = Release(  # LLaDA-8B and LLaDA 1.5
     },
     defaults={"rms_norm_eps": 1e-5, "bos_token_id": None},
     fixed={
+        "architectures": ["LLaDAModelLM"],  # that of LLaDA-MoE has the same model_type
         "activation_type": "silu",
         "alibi": False,
         "attention_layer_norm": False,
