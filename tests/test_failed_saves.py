@@ -7,6 +7,7 @@ import re
 import threading
 
 import pytest
+from helpers import python
 from test_checkpoints import put
 
 from refusion_jax.checkpoints import checksums
@@ -80,6 +81,26 @@ def test_a_directory_that_vanishes_costs_the_saves_until_it_is_back(tmp_path, ca
         (tmp_path / "away").rename(tmp_path / "checkpoints")
         put(checkpoints, 3, last=True)
     assert saved_steps(tmp_path) == [1, 3]
+
+
+def test_writes_that_wait_for_a_lock_when_the_process_ends_leave_the_reason_in_the_last_line():
+    """Whether there are any is a matter of timing: on a full disk one run in eight ended in their tracebacks."""
+    code = """import asyncio
+from refusion_jax.checkpoints.writer import silence_orbax_tracebacks
+silence_orbax_tracebacks()
+async def write():
+    try:
+        await asyncio.sleep(0)
+    finally:
+        raise RuntimeError("Lock is not acquired.")
+def fail():
+    kept = [write()]
+    kept[0].send(None)
+    kept.append(kept)
+fail()
+"""
+    ended = python("-c", code)
+    assert (ended.returncode, ended.stderr) == (0, "")
 
 
 @pytest.mark.parametrize("broken", ["write_unlisted", "saved_steps", "remove_step"])

@@ -1,6 +1,7 @@
 """Orbax checkpointers that write checksums of all files before the checkpoint gets its final name, and fail quietly."""
 
 import functools
+import inspect
 import logging
 import math
 import sys
@@ -98,7 +99,7 @@ def silence_orbax_tracebacks() -> None:
     """Suppresses the tracebacks of failed saves.
 
     Orbax logs one itself. Every other write in progress prints another one: for tasks or coroutines that were never
-    awaited, when they are garbage-collected, or after their event loop has ended.
+    awaited, or wait for a lock, when they are garbage-collected, or after their event loop has ended.
     """
     absl_logging.get_absl_logger().addFilter(lambda record: "orbax" not in record.pathname or not record.exc_info)
     logging.getLogger("asyncio").addFilter(lambda record: not _is_of_orbax(record.exc_info))
@@ -106,7 +107,7 @@ def silence_orbax_tracebacks() -> None:
     before = sys.unraisablehook
 
     def hook(unraisable: Any) -> None:
-        if str(unraisable.exc_value) != "Event loop is closed":
+        if str(unraisable.exc_value) != "Event loop is closed" and not inspect.iscoroutine(unraisable.object):
             before(unraisable)
 
     sys.unraisablehook = hook
