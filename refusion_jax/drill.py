@@ -165,6 +165,7 @@ def drill_in(workdir: Path, kinds: list[str], is_new: bool) -> None:
     if (straight.workdir / "config.json").exists():
         adopt_shape(_CONFIG.value, straight.workdir)
         check_same_run(straight.workdir, _CONFIG.value, resumable=_HARMLESS)
+    lock.check_free(faulty.workdir)  # its run outlives a drill that is killed
     hosts.write_text(str(_HOSTS.value))
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that its runs end with it
     try:

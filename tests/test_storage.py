@@ -330,11 +330,13 @@ def test_a_second_training_is_refused_in_one_line_and_hurts_nothing(tmp_path):
     assert "start it again to resume" in out
 
 
-def test_a_drill_is_refused_where_another_one_runs(tmp_path):
-    with lock.file_lock(tmp_path / "drill"):
+@pytest.mark.parametrize("held", ["drill", "drill/faulty"])  # its run outlives a drill that is killed
+def test_a_drill_is_refused_where_another_one_runs(tmp_path, held):
+    with lock.file_lock(tmp_path / held):
+        before = {*tmp_path.rglob("*")}
         _, err = run("drill", *TINY_RUN, f"--workdir={tmp_path}/drill", code=2)
-    assert f"is in use by process {os.getpid()} on " in err
-    assert [path.name for path in (tmp_path / "drill").iterdir()] == ["lock"]
+    assert f"--workdir={tmp_path / held} is in use by process {os.getpid()} on " in err
+    assert {*tmp_path.rglob("*")} == before | {tmp_path / "drill" / "lock"}
 
 
 def test_a_conversion_writes_to_no_directory_that_another_is_writing_to(tmp_path, trained_run):
