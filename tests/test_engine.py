@@ -205,6 +205,24 @@ def test_a_caller_who_has_enough_frees_the_row_and_one_who_fails_harms_nobody(en
     wait_until(lambda: engine.load == {"rows": 2, "decoding": 0, "waiting": 0})
 
 
+def test_who_leaves_while_an_answer_is_reported_frees_the_row(engine):
+    """As the thread that hears of it does, in the midst of a report by the engine's."""
+    engine, model, own = engine
+    told, lengths = Told(), []
+
+    def leave(answer):
+        lengths.append(len(answer.tokens))
+        job.is_over = True
+        return True
+
+    long = next(p for p in ([BOS, 5 + i] for i in range(20)) if len(decode(model, [p], own).tokens[0]) == 96)
+    job = told.job("gone", request_of(engine, long, 96), leave, is_watched=True)
+    engine.submit([job])
+    wait_until(lambda: lengths and engine.load["decoding"] == 0)
+    assert len(lengths) == 1
+    assert lengths[0] < 96
+
+
 def test_those_who_have_gone_keep_nobody_out(engine):
     """While both rows are busy."""
     engine, *_ = engine

@@ -358,7 +358,8 @@ class Engine:
         except Exception as error:  # noqa: BLE001  a fault of one answer must not affect others
             job.fail(error)
             goes_on = False
-        job.is_over = is_finished or not goes_on
+        if is_finished or not goes_on:  # else it stays: the client may have left in the meantime
+            job.is_over = True
 
 
 @dataclasses.dataclass(frozen=True)
