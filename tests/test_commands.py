@@ -4,7 +4,7 @@ import json
 import os
 
 import pytest
-from conftest import TINY_RUN, refused, run
+from conftest import TINY, TINY_RUN, refused, run
 from helpers import config_of_mine
 
 TRAIN = ["train", *TINY_RUN]
@@ -31,6 +31,7 @@ def files(tmp_path, trained_run):
         "empty/config.json": (trained_run / "config.json").read_text(),
         "empty/metrics.jsonl": "",
         "taken/index.html": "<!doctype html>mine",
+        "prepared/manifest.json": "",
     }
     for name, content in contents.items():
         (tmp_path / name).parent.mkdir(exist_ok=True)
@@ -80,9 +81,9 @@ BAD = {
         [*TRAIN, "--workdir={run}", "--config.learning_rate=1e-4", "--config.seed=1"],
         "holds a run with another config (differs in learning_rate, seed)",
     ),
-    "missing data": ([*TRAIN, NEW, DATA + "none.jsonl"], "none.jsonl does not exist (built in: tasks,"),
+    "missing data": (["train", *TINY, NEW, DATA + "none.jsonl"], "none.jsonl does not exist (built in: tasks,"),
     "blank text": (
-        [*TRAIN, NEW, DATA + "blank.txt"],
+        ["train", *TINY, NEW, DATA + "blank.txt"],
         "blank.txt: cannot train a tokenizer of 512 pieces on this corpus: it has no characters but blanks",
     ),
     "no weights to start from": ([*TRAIN, NEW, "--config.init_from={dir}"], "--config.init_from: "),
@@ -123,6 +124,25 @@ BAD = {
     "other objective": ([*TRAIN, NEW, "--config.llada.shuffle=1"], "=True: has no effect without --config.objective"),
     "no families": ([*TRAIN, NEW, "--config.data.difficulty=2"], "=2: has no effect without --config.data.path=fam"),
     "no tasks": ([*TRAIN, NEW, "--config.eval.include_path=."], "=.: has no effect without --config.eval.tasks"),
+    "no tasks to decode": ([*TRAIN, NEW, "--config.eval.decode=top_k=4"], "has no effect without --config.eval.tasks"),
+    "no moments": (
+        [*TRAIN, NEW, "--config.optimizer=adafactor", "--config.beta1=0.8"],
+        "--config.beta1=0.8: has no effect without --config.optimizer=adamw or muon",
+    ),
+    "no end of the schedule": (
+        [*TRAIN, NEW, "--config.schedule=constant", "--config.final_lr_ratio=0.5"],
+        "ratio=0.5: has no effect without --config.schedule=cosine",
+    ),
+    "nothing held out": ([*TRAIN, NEW, "--config.eval.every=3"], "every=3: has no effect without --config.eval.path"),
+    "a number of files' examples": (
+        [*TRAIN, NEW, DATA + "good.jsonl"],
+        "examples=500: has no effect without --config.data.path=tasks or families",
+    ),
+    "fields of problems": ([*TRAIN, NEW, "--config.data.text_field=x"], "=x: has no effect without --config.data.path"),
+    "turns of prepared data": (
+        ["train", *TINY, NEW, DATA + "prepared", "--config.data.turns=all"],
+        "turns=all: has no effect without --config.data.path=FILES (`prepare` has a flag of this name)",
+    ),
     "no tokenizer": ([*TRAIN, NEW, "--config.data.tokenizer={dir}/t"], "data.tokenizer={dir}/t: is not a file"),
     "data in no store": ([*TRAIN, NEW, "--config.data.path=http://x/y"], "--config.data.path=http://x/y: names no"),
     "output over the model": (
@@ -156,6 +176,14 @@ BAD = {
     "output between the weights": (
         [*ONE, "--output={run}/checkpoints/60/new.jsonl"],
         "new.jsonl: lies among the weights of the model",
+    ),
+    "a threshold that exact infilling does not read": (
+        [*ONE, "--decode.infill=exact", "--decode.token_threshold=0.5"],
+        "--decode.token_threshold=0.5: has no effect with infill=exact",
+    ),
+    "a mask token for another format": (
+        ["convert", "--from={run}", "--to={dir}/new", "--format=huggingface", "--mask_token_id=3"],
+        "--mask_token_id=3: has no effect with --format=huggingface",
     ),
     "nothing to prepare": (["prepare", "--output={dir}/new"], "--input, --output and --tokenizer are needed"),
     "input that is not there": ([*PREPARE, "--input={dir}/none*"], "none*: no such file"),
@@ -194,6 +222,10 @@ BAD = {
     ),
     "a corpus and another": (["train_tokenizer", "--input=a", "--input=b"], "--input=b: already defined as a"),
     "numbers that are no digits": (["bench", "decode", "--batch_sizes=8,²"], "must be numbers from 1 to"),
+    "setup of another decoder": (
+        ["bench", "decode", "--setup=ar slot_size=4"],
+        "--setup='ar slot_size=4': slot_size=4: the decoder 'ar' has only ",
+    ),
     "setup without a decoder": (["bench", "decode", "--setup="], "unknown"),
     "inspecting nothing": (["inspect_data", "--data={dir}"], "holds no rows (there is no manifest.json)"),
     "inspecting by no run": (

@@ -194,8 +194,8 @@ def test_a_run_goes_on_whose_config_has_a_key_that_is_gone_if_it_changes_nothing
     assert check_same_run(epath.Path(tmp_path), config.default_config()) == []
     with pytest.raises(UserError, match=r"differs in card.beta, seed\): .* or another --workdir$"):
         check_same_run(epath.Path(tmp_path), config_with(seed=1, **{"card.beta": 2.0}))
-    with pytest.raises(UserError, match="or --allow_change=clip_norm,data.turns$"):
-        check_same_run(epath.Path(tmp_path), config_with(clip_norm=2.0, **{"data.turns": "all"}))
+    with pytest.raises(UserError, match="or --allow_change=clip_norm,data.examples$"):
+        check_same_run(epath.Path(tmp_path), config_with(clip_norm=2.0, **{"data.examples": 9}))
     for eps, said in ((1e-3, ""), (0.5, "another version, with llada.eps=0.5, which this one does not have")):
         was.objective, was.llada.eps = "llada", eps
         (tmp_path / "config.json").write_text(was.to_json())
@@ -205,6 +205,14 @@ def test_a_run_goes_on_whose_config_has_a_key_that_is_gone_if_it_changes_nothing
     (tmp_path / "config.json").write_text(was.to_json())
     with pytest.raises(UserError, match="config.json cannot be read: steps is null"):
         check_same_run(epath.Path(tmp_path), config.default_config())
+
+
+def test_a_run_goes_on_without_the_keys_that_have_no_effect_in_it(tmp_path):
+    """Earlier versions took them on the command line, where they are refused."""
+    claim(epath.Path(tmp_path), config_with(optimizer="adafactor", beta1=0.5), tiny_config(), SimpleNamespace(files={}))
+    assert check_same_run(epath.Path(tmp_path), config_with(optimizer="adafactor")) == []
+    with pytest.raises(UserError, match=r"differs in beta1, optimizer\)"):
+        check_same_run(epath.Path(tmp_path), config_with())
 
 
 def test_a_run_goes_on_from_another_directory_from_where_its_models_have_other_paths(tmp_path, monkeypatch):

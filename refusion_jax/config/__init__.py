@@ -20,6 +20,8 @@ from refusion_jax.cli.errors import SettingError, UserError, first_line, naming
 from refusion_jax.cli.flag_values import check_reachable
 from refusion_jax.cli.paths import is_remote
 from refusion_jax.config.keys import keys, keys_of
+from refusion_jax.data.manifest import is_prepared, prepared_held_out
+from refusion_jax.data.sources import GENERATED
 from refusion_jax.distributed import sharding
 from refusion_jax.model.lora import INPUTS, read_lora
 from refusion_jax.model.shape import family_fault, shape_fault
@@ -61,15 +63,49 @@ def make_objective(config: ml_collections.ConfigDict, mask_id: int, eos_id: int 
 flatten = functools.partial(flatten_dict, sep=".")  # {dotted key: value} of a nested dict
 
 # Keys that have an effect only with another one: the condition in words, and whether a config fulfils it.
-_NEEDS = {
-    "decay_steps": ("schedule=wsd", lambda c: c.schedule == "wsd"),
-    **dict.fromkeys(("lora.alpha", "lora.targets", "lora.full"), ("lora.rank", lambda c: c.lora.rank)),
-    "data.difficulty": ("data.path=families", lambda c: "families" in c.data.path + c.eval.path),
-    **dict.fromkeys(
-        ("eval.tasks_every", "eval.limit", "eval.include_path", "eval.task_data"),
-        ("eval.tasks", lambda c: c.eval.tasks),
+_NEEDS = (
+    ("decay_steps", "schedule=wsd", lambda c: c.schedule == "wsd"),
+    ("final_lr_ratio", "schedule=cosine or wsd", lambda c: c.schedule != "constant"),
+    ("beta1 beta2 moment_dtype", "optimizer=adamw or muon", lambda c: c.optimizer != "adafactor"),
+    ("lora.alpha lora.targets lora.full", "lora.rank", lambda c: c.lora.rank),
+    ("data.difficulty", "data.path=families", lambda c: "families" in _sources(c)),
+    ("data.examples", "data.path=tasks or families", lambda c: _sources(c) & GENERATED.keys()),
+    (
+        "data.turns data.query_field data.response_field data.text_field",
+        "data.path=FILES (`prepare` has a flag of this name)",
+        lambda c: "files" in _sources(c),
     ),
-}
+    (
+        "data.on_error",
+        "data.path of data that are not prepared (`prepare` has a flag of this name)",
+        lambda c: _sources(c) - {"prepared"},
+    ),
+    (
+        "eval.every eval.rows",
+        "eval.path (or data that `prepare --held_out` made)",
+        lambda c: c.eval.path or prepared_held_out(c.data.path),
+    ),
+    (
+        "eval.tasks_every eval.limit eval.include_path eval.task_data eval.decode eval.allow_code_execution",
+        "eval.tasks",
+        lambda c: c.eval.tasks,
+    ),
+)
+
+
+def _sources(c: ml_collections.ConfigDict) -> set[str]:
+    """What data.path and eval.path name: "tasks", "families", "stdlib", "prepared" directories, or "files"."""
+    paths = {path: path.partition(":")[0] for path in (c.data.path, c.eval.path) if path}
+    built_in = (*GENERATED, "stdlib")
+    return {
+        name if name in built_in else "prepared" if is_prepared(path.partition(",")[0].strip()) else "files"
+        for path, name in paths.items()
+    }
+
+
+def lacking(c: ml_collections.ConfigDict, name: str) -> str:
+    """What a key has no effect without, if a config lacks it; "" if the key has an effect."""
+    return next((other for names, other, has_effect in _NEEDS if name in names.split() and not has_effect(c)), "")
 
 
 def check(c: ml_collections.ConfigDict) -> None:
@@ -79,11 +115,11 @@ def check(c: ml_collections.ConfigDict) -> None:
     for name, key in keys_of(c.objective).items():
         key.check("config", name, _get(c, name))
     make_objective(c, mask_id=0)
-    needed = {name: other for name, (other, has_effect) in _NEEDS.items() if not has_effect(c)}
     others = [other for name, other in systems().items() if name != c.objective]
-    needed |= {f"{system.section}.{key}": f"objective={system.name}" for system in others for key in system.keys}
-    for name, other in needed.items():  # a config file may set keys that flags then make useless
-        if f"config.{name}" in flags.FLAGS and _get(c, name) != keys()[name].default:
+    needed = {f"{system.section}.{key}": f"objective={system.name}" for system in others for key in system.keys}
+    for name, key in keys().items():  # a config file may set keys that flags then make useless
+        is_given = f"config.{name}" in flags.FLAGS and _get(c, name) != key.default
+        if is_given and (other := needed.get(name) or lacking(c, name)):
             refuse(name, f"has no effect without --config.{other}")
     if c.batch_size % c.accumulation:
         refuse("batch_size", f"must be a multiple of accumulation={c.accumulation}")

@@ -11,7 +11,7 @@ from etils import epath
 from refusion_jax.checkpoints.run_directory import write_model_config
 from refusion_jax.cli.errors import UserError, first_line
 from refusion_jax.cli.paths import is_remote
-from refusion_jax.config import default_config, flatten
+from refusion_jax.config import default_config, flatten, lacking
 from refusion_jax.config.keys import keys
 from refusion_jax.data.interface import Tokenizer
 from refusion_jax.data.manifest import is_prepared
@@ -57,6 +57,7 @@ def check_same_run(
                 f"not have: continue with that version"
             )
     different = [key for key in sorted(here) if there[key] != here[key] and key.split(".")[0] not in resumable]
+    different = [key for key in different if not lacking(config, key)]  # what has no effect may be left out
     changed = [key for key in different if key in allowed or key.split(".")[0] in allowed]
     if other := [key for key in different if key not in changed]:
         is_allowable = resumable is RESUMABLE and all(key.split(".")[0] in CHANGEABLE for key in other)
