@@ -87,7 +87,8 @@ class Chat:
         if not pairs:
             raise UserError("/set: needs NAME=VALUE; /settings shows the names")
         changes = read_settings(pairs, "/set")
-        changed = own_settings(self._settings.method, vars(self._settings) | changes)
+        kept = {name: own for name, own in vars(self._settings).items() if name not in self._settings.unread}
+        changed = own_settings(self._settings.method, kept | changes)
         for name in sorted(changes.keys() - self._settings.changeable):
             raise UserError(f"/set {name}: is compiled in; start again with --decode.{name}={changes[name]}")
         self._engine.check(Request([self._eos_id], settings=changed, name="/set"))

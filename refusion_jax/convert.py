@@ -111,6 +111,9 @@ def created(target: epath.Path) -> Iterator[epath.Path]:
 def main() -> None:
     if None in (_FROM.value, _TO.value, _FORMAT.value):
         raise UserError("--from=DIR, --to=DIR and --format=orbax|huggingface|peft are needed; --help explains")
+    for flag, formats in ((_MASK, ("orbax",)), (_DTYPE, ("orbax", "huggingface"))):
+        if flag.value is not None and _FORMAT.value not in formats:
+            raise UserError(f"--{flag.name}={flag.value}: has no effect with --format={_FORMAT.value}")
     source, target = epath.Path(_FROM.value), epath.Path(_TO.value)
     flag_values.check_output("to", target, directory=True)
     if _FORMAT.value == "orbax" and is_remote(target) and not _TO.value.startswith("gs://"):

@@ -35,6 +35,7 @@ from refusion_jax.checkpoints.load import load_auxiliaries, load_model
 from refusion_jax.cli import command, flag_values
 from refusion_jax.cli.errors import UserError, naming
 from refusion_jax.cli.progress import track
+from refusion_jax.cli.settings import declared
 from refusion_jax.decoding.auxiliary import joined
 from refusion_jax.decoding.memory import token_bytes
 from refusion_jax.decoding.prompts import read_prompts
@@ -44,8 +45,8 @@ from refusion_jax.decoding.settings import Settings
 from refusion_jax.model.interface import LanguageModel
 from refusion_jax.model.shape import ModelConfig
 from refusion_jax.model.transformer import Transformer
-from refusion_jax.systems.api import DecodeSettings, all_settings, decoder_for, read_settings, stream
-from refusion_jax.systems.registry import default_system, system_of
+from refusion_jax.systems.api import all_settings, decoder_for, own_settings, read_settings, stream
+from refusion_jax.systems.registry import default_system, find_decoder, system_of
 
 # hidden size, layers, heads, key/value heads, head size, mlp size, vocabulary, tied embeddings; Qwen3's from 0.6b on
 SIZES = {
@@ -179,11 +180,12 @@ def read_setup(setup: str, shared: dict[str, Any], checkpoint: str | None = None
     if not setup.split():
         raise UserError("--setup=: unknown; name a decoder, followed by settings of its own")
     method, *pairs = setup.split()
-    if checkpoint:
-        with naming(f"--setup={setup!r}"):
-            choose_method(epath.Path(checkpoint), method)
     changes = read_settings(pairs, f"--setup={setup!r}")
-    return DecodeSettings(**shared | {"method": method} | changes)
+    with naming(f"--setup={setup!r}"):
+        if checkpoint:
+            choose_method(epath.Path(checkpoint), method)
+        own = declared(find_decoder(method).settings)
+        return own_settings(method, {name: value for name, value in shared.items() if name in own} | changes)
 
 
 def shape_of(size: str) -> ModelConfig:

@@ -97,7 +97,12 @@ class Settings:
     @property
     def changeable(self) -> set[str]:
         """Names of the settings that each request of a batch may have its own value of."""
-        return scope(type(self), "row")
+        return scope(type(self), "row") - self.unread.keys()
+
+    @property
+    def unread(self) -> dict[str, str]:
+        """Names of the settings that have no effect, each with the one that makes it so; for subclasses to override."""
+        return {}
 
     @property
     def unit(self) -> int:

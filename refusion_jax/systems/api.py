@@ -67,12 +67,16 @@ def _joined(by_method: dict[str, Setting]) -> Setting:
 
 
 def own_settings(method: str, given: Mapping[str, Any]) -> Settings:
-    """`DecodeSettings` of a decoder, but SettingError for settings that it does not have, naming the first."""
+    """`DecodeSettings` of a decoder, but SettingError for the first setting that it does not have or does not read."""
     own = declared(find_decoder(method).settings)
     for name in given:
         if name not in own:
             raise SettingError("decode", name, given[name], f"the decoder {method!r} has only {', '.join(own)}")
-    return DecodeSettings(**given | {"method": method})
+    settings = DecodeSettings(**given | {"method": method})
+    for name, other in settings.unread.items():
+        if name in given and given[name] != own[name].default:
+            settings.refuse(name, f"has no effect with {other}")
+    return settings
 
 
 def read_settings(pairs: Sequence[str], flag: str) -> dict[str, Any]:

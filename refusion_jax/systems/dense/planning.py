@@ -28,6 +28,8 @@ from refusion_jax.systems.refusion.settings import CONFIDENCE, EXACT, LEFT_TO_RI
 class PlanSettings(SlotSettings):
     """How to plan and infill."""
 
+    _infill = EXACT
+
     @classmethod
     def operating_points(cls, new_tokens: int, trained: Mapping[str, Any]) -> list[dict[str, Any]]:
         largest = {"slot_size": max(trained["sizes"]), "slot_threshold": 0.6, "order": LEFT_TO_RIGHT}

@@ -99,10 +99,9 @@ class SlotSettings(_Slots):
         The default is exact infilling, which writes better text in fewer forward passes (see
         benchmarks/results/infilling.md), unless `token_threshold` is given, which only the authors' infilling uses.
         """
-        is_theirs = self.infill == THRESHOLD or (self.infill == AUTO and self.token_threshold >= 0)
         return dataclasses.replace(
             self,
-            infill=THRESHOLD if is_theirs else EXACT,
+            infill=THRESHOLD if self._infill == THRESHOLD else EXACT,
             token_threshold=self.token_threshold if self.token_threshold >= 0 else 0.9,
         )
 
@@ -110,10 +109,14 @@ class SlotSettings(_Slots):
         return super().traced() | {"budget": self.budget}
 
     @property
-    def changeable(self) -> set[str]:
-        """Without what the compiled kind of infilling does not read."""
-        unread = {EXACT: {"token_threshold"}, THRESHOLD: {"infill_blend"}}
-        return super().changeable - unread.get(self.infill, set())
+    def _infill(self) -> str:
+        """`infill`, or what it becomes by a given token_threshold."""
+        return THRESHOLD if self.infill == AUTO and self.token_threshold >= 0 else self.infill
+
+    @property
+    def unread(self) -> dict[str, str]:
+        unread = {EXACT: "token_threshold", THRESHOLD: "infill_blend"}
+        return {unread[self._infill]: f"infill={self._infill}"} if self._infill in unread else {}
 
     @property
     def budget(self) -> int:
