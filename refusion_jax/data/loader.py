@@ -67,7 +67,8 @@ def block_counts(weights: Sequence[float]) -> np.ndarray:
     most = np.argsort(counts - share, kind="stable")[: _BLOCK - int(counts.sum())]
     counts[most] += 1
     if (counts < 1).any():
-        raise UserError(f"--config.data.weights={tuple(weights)}: the smallest is less than 1/{_BLOCK} of their sum")
+        why = f"the smallest is less than 1/{_BLOCK} of their sum; without the flag they are the rows of each part"
+        raise UserError(f"--config.data.weights={tuple(weights)}: {why}")
     return counts
 
 
