@@ -95,7 +95,7 @@ _SHAPING = [
     flags.DEFINE_string("response_field", "", "JSON field of the answer; empty: response, answer or completion"),
     flags.DEFINE_string("text_field", "", "JSON field of a text without prompt; empty: text"),
 ]
-_WORKERS = flags.DEFINE_integer("workers", None, "Processes; by default one per core", lower_bound=1)
+_WORKERS = flags.DEFINE_integer("workers", None, "Processes; by default one per core", 1, 4096)
 _RUNNER = flags.DEFINE_enum(
     "runner", "local", ["local", "beam"], "Processes on this machine, or Apache Beam; the files are the same"
 )
