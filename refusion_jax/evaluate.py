@@ -52,7 +52,7 @@ from refusion_jax.distributed.processes import check_same, together
 from refusion_jax.distributed.sharding import local_mesh
 from refusion_jax.distributed.storage import write_file
 from refusion_jax.evaluation import heldout
-from refusion_jax.evaluation.likelihood import held_out_bits, settings_used, spread
+from refusion_jax.evaluation.likelihood import held_out_bits, spread
 from refusion_jax.systems.api import all_settings, own_settings
 from refusion_jax.systems.registry import system_of
 
@@ -126,12 +126,6 @@ def measure(checkpoint: epath.Path, data: str) -> dict:
             f"--data={data}: nothing can be measured on it: {checkpoint} was trained elsewhere, and the likelihood of "
             f"{system_of(method).name} models is not known"
         )
-    used = settings_used(system_of(method), method, **_scoring()) if has_likelihood else {}
-    for name, value in _scoring().items():
-        flag = name if name in ("order", "draws") else f"decode.{name}"
-        if name not in (*used, "seed") and flags.FLAGS[flag].value != flags.FLAGS[flag].default:
-            what = f"the likelihood of {method} with --order={_ORDER.value}"
-            raise UserError(f"--{flag}={value}: {what} does not depend on it")
     rows = PreparedRows(data)
     if rows.manifest.tokenizer != tokenizer_hash(tokenizer):
         raise UserError(

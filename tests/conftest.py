@@ -82,15 +82,14 @@ for number in (signal.SIGINT, signal.SIGHUP, signal.SIGQUIT):
 ROOT = Path(__file__).parent.parent
 SHARED = Path(os.environ.get("REFUSION_SHARED", ROOT.parent / "shared"))
 
-# Flags that make configs/quickstart.py a run of seconds, on data of a test's own or on few of the built-in problems.
-TINY = [
+# Flags that make configs/quickstart.py a run of seconds.
+TINY_RUN = [
     "--config=configs/quickstart.py",
     *("--config.model.hidden_size=32", "--config.model.num_hidden_layers=1", "--config.model.num_attention_heads=2"),
     *("--config.model.num_key_value_heads=1", "--config.model.head_dim=16", "--config.model.intermediate_size=64"),
     *("--config.batch_size=8", "--config.steps=60", "--config.warmup_steps=5", "--config.log_every=1"),
-    "--config.checkpoint.every=10",
+    *("--config.checkpoint.every=10", "--config.data.examples=500"),
 ]
-TINY_RUN = [*TINY, "--config.data.examples=500"]
 
 PAD, BOS, EOS, MASK = 0, 1, 2, 4
 

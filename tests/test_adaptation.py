@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
-from conftest import TINY, TINY_RUN, config_with, logits_of, run, tiny_model
+from conftest import TINY_RUN, config_with, logits_of, run, tiny_model
 from etils import epath
 from flax import nnx
 from helpers import write_lines, write_tokenizer
@@ -314,7 +314,7 @@ def test_the_shape_is_that_of_the_weights_to_start_from_even_when_they_are_gone(
 @pytest.mark.thorough
 def test_weights_of_a_run_are_trained_on_with_the_tokenizer_of_that_run(trained_run, tmp_path):
     write_lines(tmp_path / "other.jsonl", [{"query": f"Wozu {i}?", "response": f"Darum {i}."} for i in range(300)])
-    flags = [*TINY, f"--config.init_from={trained_run}", f"--config.data.path={tmp_path}/other.jsonl"]
+    flags = [*TINY_RUN, f"--config.init_from={trained_run}", f"--config.data.path={tmp_path}/other.jsonl"]
     flags += ["--config.steps=5", "--config.checkpoint.every=5"]
     run("train", *flags, f"--workdir={tmp_path}/run")
     assert load_tokenizer(tmp_path / "run").files == load_tokenizer(trained_run).files

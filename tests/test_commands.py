@@ -4,7 +4,7 @@ import json
 import os
 
 import pytest
-from conftest import TINY, TINY_RUN, refused, run
+from conftest import TINY_RUN, refused, run
 from helpers import config_of_mine
 
 TRAIN = ["train", *TINY_RUN]
@@ -81,9 +81,9 @@ BAD = {
         [*TRAIN, "--workdir={run}", "--config.learning_rate=1e-4", "--config.seed=1"],
         "holds a run with another config (differs in learning_rate, seed)",
     ),
-    "missing data": (["train", *TINY, NEW, DATA + "none.jsonl"], "none.jsonl does not exist (built in: tasks,"),
+    "missing data": ([*TRAIN, NEW, DATA + "none.jsonl"], "none.jsonl does not exist (built in: tasks,"),
     "blank text": (
-        ["train", *TINY, NEW, DATA + "blank.txt"],
+        [*TRAIN, NEW, DATA + "blank.txt"],
         "blank.txt: cannot train a tokenizer of 512 pieces on this corpus: it has no characters but blanks",
     ),
     "no weights to start from": ([*TRAIN, NEW, "--config.init_from={dir}"], "--config.init_from: "),
@@ -133,14 +133,9 @@ BAD = {
         [*TRAIN, NEW, "--config.schedule=constant", "--config.final_lr_ratio=0.5"],
         "ratio=0.5: has no effect without --config.schedule=cosine",
     ),
-    "nothing held out": ([*TRAIN, NEW, "--config.eval.every=3"], "every=3: has no effect without --config.eval.path"),
-    "a number of files' examples": (
-        [*TRAIN, NEW, DATA + "good.jsonl"],
-        "examples=500: has no effect without --config.data.path=tasks or families",
-    ),
     "fields of problems": ([*TRAIN, NEW, "--config.data.text_field=x"], "=x: has no effect without --config.data.path"),
     "turns of prepared data": (
-        ["train", *TINY, NEW, DATA + "prepared", "--config.data.turns=all"],
+        [*TRAIN, NEW, DATA + "prepared", "--config.data.turns=all"],
         "turns=all: has no effect without --config.data.path=FILES (`prepare` has a flag of this name)",
     ),
     "no tokenizer": ([*TRAIN, NEW, "--config.data.tokenizer={dir}/t"], "data.tokenizer={dir}/t: is not a file"),

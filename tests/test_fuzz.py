@@ -10,7 +10,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-from conftest import FORKS, TINY, run
+from conftest import FORKS, TINY_RUN, run
 from fuzz_inputs import write_files
 
 from refusion_jax.config.keys import keys as config_keys
@@ -167,7 +167,7 @@ class Calls:
         command = rng.choice([*FLAGS, "generate", "train"])
         base = {
             "generate": [f"--checkpoint={self.run}", f"--input={directory}/none.jsonl", f"--output={directory}/out"],
-            "train": [*TINY, f"--workdir={directory}/new", f"--config.data.path={directory}/none.jsonl"],
+            "train": [*TINY_RUN, f"--workdir={directory}/new", f"--config.data.path={directory}/none.jsonl"],
             "prepare": [f"--input={directory}/none", f"--output={directory}/new", self.tokenizer],
             "inspect_data": [f"--data={self.prepared}", "--row=99999"],
             "goodput": [f"--workdir={directory}"],
@@ -175,7 +175,7 @@ class Calls:
             "convert": [f"--from={directory}/none", f"--to={directory}/new", "--format=orbax"],
             "evaluate": [f"--checkpoint={self.run}", f"--data={directory}/none", f"--output={directory}/new"],
             "plan": ["--config=configs/quickstart.py", "--topology=v9:2x2"],
-            "drill": [*TINY, f"--workdir={directory}/new", f"--config.data.path={directory}/none.jsonl"],
+            "drill": [*TINY_RUN, f"--workdir={directory}/new", f"--config.data.path={directory}/none.jsonl"],
             "quickstart": [f"--workdir={directory}/none"],
             "bench": [rng.choice(["decode", "serve", "gpu", "none", ""]), f"--checkpoint={directory}/none"],
             "report": [f"--workdir={directory}/none", f"--output={directory}/new"],

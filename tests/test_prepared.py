@@ -10,7 +10,7 @@ import hypothesis
 import hypothesis.strategies as st
 import numpy as np
 import pytest
-from conftest import TINY, config_with, refused, run, unprivileged
+from conftest import TINY_RUN, config_with, refused, run, unprivileged
 from test_prepare import make, tokenizer_file, write_pairs
 
 from refusion_jax import UserError
@@ -206,7 +206,7 @@ def test_files_of_other_rows_than_the_manifest_counts_are_named_before_a_run_beg
     manifest["shards"][-1]["rows"] += 1
     manifest["shards"][-2]["rows"] -= 1  # as many in all
     (tmp_path / "a" / "manifest.json").write_text(json.dumps(manifest))
-    flags = [*TINY, f"--config.data.path={tmp_path}/a", f"--config.row_length={ROW}"]
+    flags = [*TINY_RUN, f"--config.data.path={tmp_path}/a", f"--config.row_length={ROW}"]
     _, err = run("train", *flags, f"--workdir={tmp_path}/run", code=2)
     assert re.fullmatch(
         r"error: \S*/a/rows-\d+.array_record has (\d+) rows instead of \d+; prepare the data again\n", err
@@ -215,7 +215,7 @@ def test_files_of_other_rows_than_the_manifest_counts_are_named_before_a_run_beg
 
 
 def test_train_reads_a_mixture_and_logs_its_epochs(prepared, tmp_path):
-    flags = [*TINY, f"--config.data.path={prepared}/a,{prepared}/b", "--config.data.weights=3,1"]
+    flags = [*TINY_RUN, f"--config.data.path={prepared}/a,{prepared}/b", "--config.data.weights=3,1"]
     flags += [f"--config.row_length={ROW}", "--config.batch_size=8"]
     run("train", *flags, f"--workdir={tmp_path}", "--config.steps=20")
     records = read_metrics(tmp_path)
@@ -231,7 +231,7 @@ def test_a_slow_store_delays_a_run_and_shows_in_its_goodput(prepared, store, tmp
     here, there = PreparedRows(str(prepared / "a")), PreparedRows("gs://bucket/a")
     assert all(here.record(row) == there.record(row) for row in range(0, len(here), 9))
     store.latency = 0.25  # seconds for each of a step's 8 rows: longer than the 16 steps take that are read at once
-    flags = [*TINY, "--config.data.path=gs://bucket/a", f"--config.row_length={ROW}", "--config.steps=20"]
+    flags = [*TINY_RUN, "--config.data.path=gs://bucket/a", f"--config.row_length={ROW}", "--config.steps=20"]
     run("train", *flags, f"--workdir={tmp_path}")
     assert read_metrics(tmp_path)[-1]["step"] == 20
     assert account(read_events(tmp_path))["data"] > 0.5

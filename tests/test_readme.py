@@ -13,7 +13,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from conftest import FORKS, QUICK_COMPILE, ROOT, TINY, all_but, serving
+from conftest import FORKS, QUICK_COMPILE, ROOT, TINY_RUN, all_but, serving
 from helpers import tiny_qwen3
 
 FRONT_DOOR = ROOT / "README.md"
@@ -54,7 +54,7 @@ SCRIPTS = [
     if code not in dict(FILES).values()
 ]
 
-SMALLER = [flag for flag in TINY if not flag.startswith("--config=")]
+SMALLER = [flag for flag in TINY_RUN if not flag.startswith("--config=")]
 SMALLER += ["--config.steps=6", "--config.checkpoint.every=3", "--config.row_length=128"]
 SMALLER_BENCH = ["max_new_tokens=16", "serial_blocks=2", "slot_size=4"]
 SHARED_PROGRAMS = ("JAX_COMPILATION_CACHE_DIR", "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS")  # most compile the same
@@ -144,9 +144,7 @@ def test_a_command_works_as_written(command, user):
         small += " " + " ".join(flag for flag in SMALLER if flag.split("=")[0] not in own)
         small += " --config.model.num_attention_heads=4" if "tensor=2" in command else ""
         small += " --config.decay_steps=1" if "configs/small.py" in command else ""
-        small += " --config.model.vocab_size=512"
-        small += " --config.data.on_error=skip" if ".jsonl" in command else ""
-        small += "" if re.search("stdlib|data.path", command) else " --config.data.examples=500"
+        small += " --config.model.vocab_size=512 --config.data.on_error=skip"
     if ".plan " in command:
         small += " --config.model.num_hidden_layers=1 --config.model.hidden_size=1024 --config.row_length=512"
         small += " --config.model.intermediate_size=1024 --config.model.vocab_size=8192 --topology=v5e:2x2"

@@ -12,7 +12,7 @@ import threading
 import time
 
 import pytest
-from conftest import ROOT, TINY, TINY_RUN, run, start
+from conftest import ROOT, TINY_RUN, run, start
 from etils import epath
 from helpers import tiny_qwen3, wait_for_steps, wait_until
 from test_huggingface import assert_same_tensors
@@ -233,7 +233,7 @@ def test_the_page_for_8b_runs_as_it_is_written(store, tmp_path):
     tiny_qwen3(tmp_path / "Qwen3-8B")
     rows = "".join(f'{{"query": "What is {i}?", "response": "It is the number {i}."}}\n' for i in range(300))
     (tmp_path / "a.jsonl").write_text(rows)
-    small = [*TINY[1:], "--config.steps=2", "--config.warmup_steps=1", "--config.row_length=128"]
+    small = [*TINY_RUN[1:], "--config.steps=2", "--config.warmup_steps=1", "--config.row_length=128"]
     small += ["--config.dtype=float32", "--config.model.vocab_size=512", "--config.model.tie_word_embeddings=true"]
     done = []
     for _, _, module, *flags in commands:

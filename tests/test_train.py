@@ -6,7 +6,7 @@ import signal
 
 import jax
 import pytest
-from conftest import SHARED, TINY, TINY_RUN, run, start
+from conftest import SHARED, TINY_RUN, run, start
 from helpers import computed, wait_for_steps, write_lines
 from local_task import GENERATE, evaluate
 
@@ -94,7 +94,7 @@ def test_data_of_ones_own_is_learnt_and_refused_once_it_has_changed(tmp_path):
     data, workdir = tmp_path / "a.jsonl", tmp_path / "run"
     line = json.dumps({"query": "Sort 3 1 2.", "response": "1 2 3"}) + "\n"
     data.write_text(line * 200)
-    flags = [*TINY, f"--workdir={workdir}", f"--config.data.path={data}", "--config.model.vocab_size=300"]
+    flags = [*TINY_RUN, f"--workdir={workdir}", f"--config.data.path={data}", "--config.model.vocab_size=300"]
     flags += ["--config.learning_rate=0.01"]
     run("train", *flags)
     out, _ = run("generate", f"--checkpoint={workdir}", "--prompt=Sort 3 1 2.", "--decode.max_new_tokens=16")
@@ -113,16 +113,16 @@ def test_what_may_change_on_resume_changes_and_is_logged(trained_run, tmp_path):
     shutil.copytree(trained_run, workdir)
     write_lines(tmp_path / "a.jsonl", [{"query": f"Sort {i} 1 2.", "response": f"1 2 {i}"} for i in range(3, 301)])
     changes = ["--config.steps=64", "--config.learning_rate=1e-5", f"--config.data.path={tmp_path}/a.jsonl"]
-    _, err = run("train", *TINY, f"--workdir={workdir}", *changes, code=2)
+    _, err = run("train", *TINY_RUN, f"--workdir={workdir}", *changes, code=2)
     assert "(differs in data.path, learning_rate): give the flags" in err
-    _, err = run("train", *TINY, f"--workdir={workdir}", *changes, "--allow_change=seed", code=2)
+    _, err = run("train", *TINY_RUN, f"--workdir={workdir}", *changes, "--allow_change=seed", code=2)
     assert "--allow_change=seed: cannot change in a run; these can: learning_rate, " in err
     allowed = "--allow_change=learning_rate,data"
     (tmp_path / "other.model").write_bytes(SentencePieceTokenizer.train(["Wozu? Darum! Warum nicht?"] * 9, 300).model)
     other = f"--config.data.tokenizer={tmp_path}/other.model"
-    _, err = run("train", *TINY, f"--workdir={workdir}", *changes, other, allowed, code=2)
+    _, err = run("train", *TINY_RUN, f"--workdir={workdir}", *changes, other, allowed, code=2)
     assert f"--workdir={workdir}: its tokenizer is another one than that of the data (token " in err
-    out, _ = run("train", *TINY, f"--workdir={workdir}", *changes, allowed)
+    out, _ = run("train", *TINY_RUN, f"--workdir={workdir}", *changes, allowed)
     assert "changed: learning_rate: 0.002 -> 1e-05" in out
     assert read_metrics(workdir)[-1]["learning_rate"] < 1.1e-5 < read_metrics(workdir)[58]["learning_rate"]
     found = [e["what"] for e in read_events(workdir) if e["event"] == "changed"]
@@ -154,7 +154,7 @@ def test_real_data_trains_by_flags_alone(tmp_path, file, row_length):
         some = tmp_path / file  # all of it takes half a minute to tokenize
         some.write_text("".join(data.read_text().splitlines(keepends=True)[:600]))
         data = some
-    flags = [*TINY, f"--config.data.path={data}", f"--config.row_length={row_length}", "--config.batch_size=4"]
+    flags = [*TINY_RUN, f"--config.data.path={data}", f"--config.row_length={row_length}", "--config.batch_size=4"]
     flags += ["--config.data.on_error=skip", "--config.model.vocab_size=1024", "--config.steps=60"]
     run("train", *flags, f"--workdir={tmp_path}/run")
     assert losses(tmp_path / "run", 50, 60) < 0.9 * losses(tmp_path / "run", 0, 10)

@@ -20,7 +20,7 @@ from refusion_jax.cli.errors import SettingError, UserError, first_line, naming
 from refusion_jax.cli.flag_values import check_reachable
 from refusion_jax.cli.paths import is_remote
 from refusion_jax.config.keys import keys, keys_of
-from refusion_jax.data.manifest import is_prepared, prepared_held_out
+from refusion_jax.data.manifest import is_prepared
 from refusion_jax.data.sources import GENERATED
 from refusion_jax.distributed import sharding
 from refusion_jax.model.lora import INPUTS, read_lora
@@ -69,21 +69,10 @@ _NEEDS = (
     ("beta1 beta2 moment_dtype", "optimizer=adamw or muon", lambda c: c.optimizer != "adafactor"),
     ("lora.alpha lora.targets lora.full", "lora.rank", lambda c: c.lora.rank),
     ("data.difficulty", "data.path=families", lambda c: "families" in _sources(c)),
-    ("data.examples", "data.path=tasks or families", lambda c: _sources(c) & GENERATED.keys()),
     (
         "data.turns data.query_field data.response_field data.text_field",
         "data.path=FILES (`prepare` has a flag of this name)",
         lambda c: "files" in _sources(c),
-    ),
-    (
-        "data.on_error",
-        "data.path of data that are not prepared (`prepare` has a flag of this name)",
-        lambda c: _sources(c) - {"prepared"},
-    ),
-    (
-        "eval.every eval.rows",
-        "eval.path (or data that `prepare --held_out` made)",
-        lambda c: c.eval.path or prepared_held_out(c.data.path),
     ),
     (
         "eval.tasks_every eval.limit eval.include_path eval.task_data eval.decode eval.allow_code_execution",

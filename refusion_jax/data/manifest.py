@@ -70,11 +70,6 @@ def is_prepared(path: str) -> bool:
     return (directory / FILE).exists() or (directory / PROGRESS).exists()
 
 
-def prepared_held_out(paths: str) -> list[str]:
-    """The held-out sets of those of some comma-separated paths that are prepared directories and have one."""
-    return [path for part in paths.split(",") if is_prepared(path := str(epath.Path(part.strip()) / "held_out"))]
-
-
 def read_manifest(path: str | epath.Path) -> Manifest:
     """The manifest of a finished directory; UserError if `prepare` has not finished, or the file cannot be read."""
     directory = epath.Path(path)

@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import ml_collections
 import numpy as np
+from etils import epath
 from flax import nnx
 from jax.sharding import Mesh
 
@@ -24,7 +25,7 @@ from refusion_jax.cli.errors import UserError
 from refusion_jax.config import make_objective
 from refusion_jax.data.dataset import prepared_paths, read_rows
 from refusion_jax.data.interface import RowSource, Tokenizer
-from refusion_jax.data.manifest import prepared_held_out
+from refusion_jax.data.manifest import is_prepared
 from refusion_jax.distributed import sharding
 from refusion_jax.distributed.processes import check_same
 from refusion_jax.evaluation.likelihood import held_out_bits, spread
@@ -126,7 +127,8 @@ def find_held_out(config: ml_collections.ConfigDict, tokenizer: Tokenizer) -> li
     if config.eval.path:
         paths = prepared_paths(config.eval.path, "eval.path") or [config.eval.path]
         return [read_rows(config, path, tokenizer, "eval.path") for path in paths]
-    return [read_rows(config, path, tokenizer, "data.path") for path in prepared_held_out(config.data.path)]
+    paths = [str(epath.Path(part.strip()) / "held_out") for part in config.data.path.split(",")]
+    return [read_rows(config, path, tokenizer, "data.path") for path in paths if is_prepared(path)]
 
 
 def make_held_out(

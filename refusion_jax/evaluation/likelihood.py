@@ -139,7 +139,7 @@ def held_out_bits(
         "documents": len(scored),
         "tokens": tokens,
         "bytes": size,
-        **settings_used(system, **how),
+        **_used(system, **how),
     }
 
 
@@ -159,7 +159,7 @@ def _draws(system: System, order: str | Sequence[int], draws: int) -> int:
     return (draws or 1) if order == "random" and _has_slots(system) else 1
 
 
-def settings_used(
+def _used(
     system: System, method: str = "", slot_size: int = 8, order: str = "left_to_right", draws: int = 0, seed: int = 0
 ) -> dict[str, object]:
     """The settings of `likelihoods` on which the value depends."""
