@@ -12,6 +12,7 @@ from conftest import BOS, EOS, MASK, PAD, PROMPTS, all_but, logits_of, settings,
 from refusion_jax import DecodeSettings, UserError, decode
 from refusion_jax.decoding.requests import Request, prepare
 from refusion_jax.evaluation.generation import generate
+from refusion_jax.systems.api import own_settings
 
 RANDOM_CASES = int(os.environ.get("REFUSION_RANDOM_CASES", "1200"))
 LENGTH = 64  # every plain forward is padded to this: one compilation
@@ -170,3 +171,11 @@ def test_a_batch_is_infilled_in_one_way_and_an_evaluation_decodes_both():
         assert [answers[i] for i in some] == decode(model, requests, requests[0].settings).tokens
     with pytest.raises(UserError, match="^prompt 1: infill must be the same for all prompts of a call"):
         decode(model, both, both[0].settings)
+
+
+def test_thresholds_of_tokens_are_refused_where_they_have_no_use():
+    with pytest.raises(UserError, match="infill=threshold: must be 'exact' or 'auto'"):
+        settings("dense_plan", infill="threshold")
+    with pytest.raises(UserError, match="^token_threshold=0.4: has no effect with infill=exact$"):
+        own_settings("dense_plan", {"token_threshold": 0.4})
+    assert own_settings("dense_plan", {"token_threshold": -1.0, "infill": "exact"}).infill == "exact"  # the default

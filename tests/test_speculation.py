@@ -43,7 +43,7 @@ from refusion_jax.decoding.requests import Request, prepare
 from refusion_jax.distributed.sharding import make_mesh
 from refusion_jax.model.shape import READ_ALIKE
 from refusion_jax.systems import dflash, pard, prompt_lookup
-from refusion_jax.systems.api import decoder_for, own_settings
+from refusion_jax.systems.api import decoder_for
 from refusion_jax.systems.dense import drafting, objective
 from refusion_jax.systems.dense.objective import DenseSlots, Noise, dense_batch, draw_noise
 from refusion_jax.systems.registry import decoders_for
@@ -392,11 +392,3 @@ def test_how_much_is_fed_is_chosen_by_the_rows_and_the_device():
     # One token and no draft have one prefix, whatever else may be fed.
     out, ar = (decode(model, PROMPTS[:2], settings(m, fed_tokens=3, size=1, new=3)) for m in ("dense", "ar"))
     assert out.tokens == ar.tokens
-
-
-def test_thresholds_of_tokens_are_refused_where_they_have_no_use():
-    with pytest.raises(UserError, match="infill=threshold: must be 'exact' or 'auto'"):
-        settings("dense_plan", infill="threshold")
-    with pytest.raises(UserError, match="^token_threshold=0.4: has no effect with infill=exact$"):
-        own_settings("dense_plan", {"token_threshold": 0.4})
-    assert own_settings("dense_plan", {"token_threshold": -1.0, "infill": "exact"}).infill == "exact"  # the default
