@@ -58,9 +58,9 @@ def check_vocabulary(name: str, path: str, model: ModelConfig, other: ModelConfi
 
 
 def in_vocabulary(logits: Float32[Array, "B T U"], other: ModelConfig, size: int) -> Float32[Array, "B T V"]:
-    """The logits of an auxiliary model for V rows of an output head; ids that are no tokens of its have probability 0.
+    """The logits of an auxiliary model for V rows of an output head; tokens that it lacks have probability 0.
 
-    Theirs is the least finite number: multiplied by 0, where the model has no weight, it is 0, as -inf would not be.
+    Their logit is the least finite number: multiplied by a weight of 0 it is 0, as -inf would not be.
     """
     token, least = jnp.arange(logits.shape[2]), jnp.finfo(logits.dtype).min
     logits = jnp.where((token < other.num_tokens) & (token != other.mask_token_id), logits, least)
