@@ -196,7 +196,8 @@ def test_a_checkpoint_is_decoded_by_the_decoders_of_its_system_and_lines_of_prom
 
 def test_a_drafter_is_measured_with_its_model_and_of_a_template_only_what_is_decoded(tmp_path, monkeypatch, capsys):
     model = load_model(SHIPPED / "model")
-    huggingface.save(model, tmp_path / "ar", objective="ar")
+    for objective in ("ar", "idlm"):
+        huggingface.save(model, tmp_path / objective, objective=objective)
     (tmp_path / "prompts.jsonl").write_text(json.dumps({"prompt_ids": [5, 6], "template": [[7] * 9, 4, [8] * 9]}))
     monkeypatch.setattr(decode, "copy_bandwidth", lambda: 1.0)
 
@@ -205,7 +206,7 @@ def test_a_drafter_is_measured_with_its_model_and_of_a_template_only_what_is_dec
         decode.main(flags_of(decode, f"--checkpoint={checkpoint}", *flags))
         return json.loads(capsys.readouterr().out.splitlines()[0])
 
-    drafted = measured(tmp_path / "ar", f"--setup=pard drafter={tmp_path / 'ar'} draft_length=2")
+    drafted = measured(tmp_path / "ar", f"--setup=pard drafter={tmp_path / 'idlm'} draft_length=2")
     assert drafted["bytes"] > 2 * model.weight_bytes
     filled = measured(SHIPPED / "model", "--setup=sequential slot_size=4", f"--prompts={tmp_path / 'prompts.jsonl'}")
     assert filled["tokens_per_forward"] * filled["forwards"] == pytest.approx(4)
