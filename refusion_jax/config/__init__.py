@@ -68,11 +68,11 @@ _NEEDS = (
     ("final_lr_ratio", "schedule=cosine or wsd", lambda c: c.schedule != "constant"),
     ("beta1 beta2 moment_dtype", "optimizer=adamw or muon", lambda c: c.optimizer != "adafactor"),
     ("lora.alpha lora.targets lora.full", "lora.rank", lambda c: c.lora.rank),
-    ("data.difficulty", "data.path=families", lambda c: "families" in _sources(c)),
+    ("data.difficulty", "data.path=families", lambda c: "families" in c.data.path + c.eval.path),
     (
         "data.turns data.query_field data.response_field data.text_field",
         "data.path=FILES (`prepare` has a flag of this name)",
-        lambda c: "files" in _sources(c),
+        lambda c: _is_files(c.data.path) or _is_files(c.eval.path),
     ),
     (
         "eval.tasks_every eval.limit eval.include_path eval.task_data eval.decode eval.allow_code_execution",
@@ -82,14 +82,10 @@ _NEEDS = (
 )
 
 
-def _sources(c: ml_collections.ConfigDict) -> set[str]:
-    """What data.path and eval.path name: "tasks", "families", "stdlib", "prepared" directories, or "files"."""
-    paths = {path: path.partition(":")[0] for path in (c.data.path, c.eval.path) if path}
-    built_in = (*GENERATED, "stdlib")
-    return {
-        name if name in built_in else "prepared" if is_prepared(path.partition(",")[0].strip()) else "files"
-        for path, name in paths.items()
-    }
+def _is_files(path: str) -> bool:
+    """Whether a data.path or eval.path names files, neither built-in nor prepared data."""
+    is_built_in = path.partition(":")[0] in ("", *GENERATED, "stdlib")
+    return not is_built_in and not is_prepared(path.partition(",")[0].strip())
 
 
 def lacking(c: ml_collections.ConfigDict, name: str) -> str:

@@ -156,7 +156,8 @@ class RunningBatch:
         """An empty batch; SettingError if it does not fit into memory.
 
         `like` is any request; only its structure as arrays matters. `rows` is B, a multiple of the shards of the
-        weights' mesh, `blocks` the size of the prefix cache, if the decoder can copy prefixes.
+        weights' mesh, `blocks` the size of the prefix cache, if the decoder can copy prefixes; with `counts_drafts`,
+        `Progress` has drafts.
         """
         graphdef, params = nnx.split(model)
         self._params = nnx.to_pure_dict(params)  # flattened in C++; a State would take as long as a small forward pass

@@ -264,7 +264,7 @@ def be_first(job: dict, tell: int, log: int) -> None:
     except OSError as error:
         told = {"refused": str(error.strerror or error)}
     os.write(tell, json.dumps(told).encode() + b"\n")
-    os.killpg(0, signal.SIGKILL)  # without namespaces, processes that the program has left behind
+    os.killpg(0, signal.SIGKILL)  # without namespaces, processes of the program that still run
     os._exit(0)
 
 

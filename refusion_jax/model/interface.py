@@ -52,8 +52,10 @@ class LanguageModel(nnx.Module):
         ones are rounded before any token sees them: results do not depend on how tokens are split into passes.
 
         Every new token sees the leading `length` of the S cached entries of its row, [L, B, K, S, H], and the new ones
-        that `visible` allows. With `ragged`, only the new tokens that it lists are computed, and results are packed:
-        ([B, T, D], the input of `logits`; keys and values of the new tokens, [L, B, T, K, H]).
+        that `visible` allows. With `ragged`, only the new tokens that it lists are computed, and results are packed.
+
+        Returns:
+          ([B, T, D], the input of `logits`; keys and values of the new tokens, [L, B, T, K, H]).
         """
 
     @abc.abstractmethod
@@ -87,9 +89,11 @@ class LanguageModel(nnx.Module):
         return ApproximateHead(self, rows) if 0 < rows < self.config.vocab_size else self
 
     def rounded(self, weights: str = "same", cache: str = "same") -> "LanguageModel":
-        """The same model with weights of products, or caches, in "int8" or "int4" (see int8.py) unless it is "same".
+        """The same model with weights or cache in int8, for decoding (see int8.py); rounded parts stay as they are.
 
-        With int4 weights, embeddings and experts are in int8. Parts that are rounded already stay as they are.
+        Args:
+          weights: "same", "int8" or "int4", for weights of products; with int4, embeddings and experts are in int8.
+          cache: "same", "int8" or "int4", for caches that decoders create.
         """
         if weights == cache == "same":
             return self
