@@ -5,7 +5,7 @@
 # From the environment: COMMAND (train), DEVICES (virtual CPU devices of each process, 1), RESTARTS (how often to start again after a
 # preemption or a lost process, 0), PYTHON (python).
 # SIGTERM and Ctrl-C save one checkpoint and end the run. When one process dies the others are killed. The exit code is that
-# of the process that ended first with another than 0: 75 preempted (start it again), 2 bad input (never started again).
+# of the process that ended first with another than 0: 75 and 143 preempted (start it again), 2 bad input (never started again).
 # Shows the output of process 0, and that of a process that dies.
 set -o pipefail # without -u: for macOS's bash, 3.2, an empty array is an unset variable
 hosts=${1:-}
@@ -63,6 +63,6 @@ work() { # starts all processes and waits for them; sets code
 for ((start = 0; start <= ${RESTARTS:-0}; start++)); do
   if ((start > 0)); then echo "starting again after exit code $code ($start of $RESTARTS)"; fi
   work "$@"
-  if [ -n "$told" ] || ((code != 75 && code != 137)); then break; fi # 137: killed, as a lost machine is
+  if [ -n "$told" ] || ((code != 75 && code != 137 && code != 143)); then break; fi # killed, as a lost machine is; ended while imported
 done
 exit "$code"

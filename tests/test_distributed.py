@@ -211,6 +211,7 @@ WAIT = "trap 'exit 75' TERM; touch waits.$JAX_PROCESS_ID; while :; do sleep 0.05
         (f"0) {WAIT} ;; 1) exit 1 ;;", 1, 1, "process 1 ended with exit code 1"),  # a mistake of ours: never again
         (f"0) {WAIT} ;; 1) kill -KILL $$ ;;", 137, 3, "process 1 ended with exit code 137"),  # lost: again
         ("*) exit 75 ;;", 75, 3, ""),  # preempted: again
+        (f"0) {WAIT} ;; 1) kill -TERM $$ ;;", 143, 3, "process 1 ended with exit code 143"),  # while it was imported
         ("*) exit 0 ;;", 0, 1, ""),
     ],
 )

@@ -240,8 +240,9 @@ def test_a_run_on_google_s_machines_can_be_profiled_and_leaves_on_a_notice(metad
     assert [e["reason"] for e in read_events(tmp_path) if e["event"] == "end"] == ["preempted"]
 
 
-def test_skypilot_knows_the_exit_code():
-    assert f"recover_on_exit_codes: [{preemption.EXIT_CODE}]" in (ROOT / "launch" / "skypilot.yaml").read_text()
+def test_skypilot_knows_the_exit_codes():
+    codes = f"recover_on_exit_codes: [{preemption.EXIT_CODE}, {128 + signal.SIGTERM}]"
+    assert codes in (ROOT / "launch" / "skypilot.yaml").read_text()
 
 
 DRILLED = [*TINY_RUN, "--config.epochs=3.5", "--config.checkpoint.every=20"]  # steps are counted from the rows
