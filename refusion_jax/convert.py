@@ -124,8 +124,8 @@ def main() -> None:
         raise UserError(f"--from={source} is not a directory")
     if _FORMAT.value == "orbax" and not huggingface_config.is_huggingface(source):
         raise UserError(f"--from={source} holds no model of Hugging Face; --format=huggingface merges adapters")
-    source = contents.newest_step(source)
-    directory = contents.tokenizer_place(source)
+    source = contents.find_place(source).pinned
+    directory = contents.find_place(source).tokenizer
     carried = {name: read_file(directory / name) for name in _TOKENIZER_FILES if (directory / name).exists()}
     dtype = _DTYPE.value or contents.read_dtype(source)
     with created(target) as partial:

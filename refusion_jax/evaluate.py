@@ -38,8 +38,7 @@ import jax
 from absl import flags
 from etils import epath
 
-from refusion_jax.checkpoints.contents import choose_method, is_foreign, load_tokenizer, newest_step, weights_stamp
-from refusion_jax.checkpoints.directory import find_step
+from refusion_jax.checkpoints.contents import choose_method, find_place, load_tokenizer, weights_stamp
 from refusion_jax.checkpoints.load import load_for, load_model
 from refusion_jax.cli import command, flag_values
 from refusion_jax.cli.errors import UserError, needs
@@ -96,7 +95,7 @@ def main() -> None:
         )
     output = Path(_OUTPUT.value)
     flag_values.check_output("output", output, directory=True)
-    checkpoint = newest_step(epath.Path(_CHECKPOINT.value))
+    checkpoint = find_place(epath.Path(_CHECKPOINT.value)).pinned
     with together():
         signal.signal(signal.SIGTERM, signal.SIG_DFL)  # with several processes JAX handles it, for training to save
         check_same("the newest step of --checkpoint (name one: DIR/checkpoints/STEP)", checkpoint.name)
@@ -119,7 +118,8 @@ def measure(checkpoint: epath.Path, data: str) -> dict:
     if useless:
         raise UserError(f"--{useless[0]}: cannot be used with --data, whose text is scored, not decoded")
     method, tokenizer = choose_method(checkpoint, command.given().get("method")), load_tokenizer(checkpoint)
-    is_own = not is_foreign(checkpoint) and (find_step(checkpoint)[0] / "config.json").exists()
+    place = find_place(checkpoint)
+    is_own = place.step and not place.adapters and (place.directory / "config.json").exists()
     has_likelihood = system_of(method).scoring is not None
     if not (is_own or has_likelihood):
         raise UserError(
@@ -136,7 +136,7 @@ def measure(checkpoint: epath.Path, data: str) -> dict:
     measured = {}
     with waiting("scoring"):
         if is_own:
-            config = read_config(find_step(checkpoint)[0])
+            config = read_config(place.directory)
             config.update({"row_length": rows.row_length, "eval": {"rows": _LIMIT.value or 0}})
             measured |= heldout.evaluate_model(config, model, [rows])
         if has_likelihood:

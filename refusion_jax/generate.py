@@ -44,7 +44,6 @@ from absl import flags
 from etils import epath
 
 from refusion_jax.checkpoints import contents
-from refusion_jax.checkpoints.directory import find_step
 from refusion_jax.checkpoints.load import load_for
 from refusion_jax.cli import command, flag_values
 from refusion_jax.cli.errors import UserError, naming
@@ -103,7 +102,7 @@ def check_place(checkpoint: epath.Path, flag: str, output: epath.Path, beginning
     flag_values.check_apart(output, [_INPUT.value] if _INPUT.value else [], flag)
     flag_values.check_file(flag, output, beginning, kind)
     if not is_remote(output) and not is_remote(checkpoint):
-        root = checkpoint if contents.is_foreign(checkpoint) else find_step(checkpoint)[0]
+        root = contents.find_place(checkpoint).directory
         if Path(os.path.realpath(root / "checkpoints")) in Path(os.path.realpath(output)).parents:
             raise UserError(f"--{flag}={output}: lies among the weights of the model; name another place")
 

@@ -27,23 +27,45 @@ from refusion_jax.systems.interface import PLAIN
 from refusion_jax.systems.registry import decoders_for, default_decoder, default_system, releases, system_of
 
 
+@dataclasses.dataclass(frozen=True)
+class Place:
+    """What a path names: a model of Hugging Face or of a run, perhaps with adapters of `peft` for it."""
+
+    path: epath.Path  # of the model: the path itself or, of adapters, what they adapt
+    directory: epath.Path  # describes the model: of Hugging Face, or of the run
+    step: epath.Path | None  # of a run: the directory of the step in the path, or of the newest; None: of Hugging Face
+    adapters: epath.Path | None  # the path itself, if it is a directory of `peft`
+
+    @property
+    def tokenizer(self) -> epath.Path:
+        """The directory of the tokenizer, if it has one; adapters may have their own."""
+        return self.adapters if self.adapters and find_tokenizer_file(self.adapters) else self.directory
+
+    @property
+    def pinned(self) -> epath.Path:
+        """The path itself or, of a run, that of the step: the run may save others meanwhile."""
+        return self.adapters or self.step or self.path
+
+
+def find_place(path: epath.Path) -> Place:
+    """Classifies a path, which is as for `load_model`; UserError if it names no model."""
+    adapters, path = (path, peft.base_of(path)) if peft.is_peft(path) else (None, path)
+    directory, step = (path, None) if huggingface_config.is_huggingface(path) else find_step(path)
+    return Place(path, directory, step, adapters)
+
+
 def read_model_config(path: epath.Path) -> ModelConfig:
     """The shape of the model at a path; UserError if there is none."""
-    place = model_place(path)
-    if huggingface_config.is_huggingface(place):
-        return huggingface_config.read_model_config(place, find_tokenizer(path), releases=releases())
-    return run_directory.read_model_config(find_step(place)[0])
+    place = find_place(path)
+    if place.step:
+        return run_directory.read_model_config(place.directory)
+    return huggingface_config.read_model_config(place.path, find_tokenizer(path), releases=releases())
 
 
 def read_dtype(path: epath.Path) -> str:
     """The dtype that holds a model's weights without rounding, "float32" or "bfloat16"; UserError without a model."""
-    path = model_place(path)
-    return huggingface.read_dtype(path) if huggingface_config.is_huggingface(path) else stored_dtype(path)
-
-
-def model_place(path: epath.Path) -> epath.Path:
-    """The directory of the model: the one that adapters adapt, or the path itself."""
-    return peft.base_of(path) if peft.is_peft(path) else path
+    place = find_place(path)
+    return stored_dtype(place.path) if place.step else huggingface.read_dtype(place.path)
 
 
 def load_tokenizer(path: epath.PathLike) -> Tokenizer:
@@ -55,27 +77,19 @@ def load_tokenizer(path: epath.PathLike) -> Tokenizer:
 
 def find_tokenizer(path: epath.Path, mask_token_id: int | None = None) -> Tokenizer | None:
     """The tokenizer of a run or model, if it has one; by default with the model's mask token."""
-    file, model = find_tokenizer_file(tokenizer_place(path)), tokenizer_place(model_place(path))
-    if file is None:
+    place = find_place(path)
+    if (file := find_tokenizer_file(place.tokenizer)) is None:
         return None
-    if mask_token_id is None and huggingface_config.is_huggingface(model):
-        mask_token_id = huggingface_config.read_config(model, releases()).mask_token_id
-    elif mask_token_id is None and (model / "model.json").exists():
-        mask_token_id = run_directory.read_model_config(model).mask_token_id
+    if mask_token_id is None and not place.step:
+        mask_token_id = huggingface_config.read_config(place.path, releases()).mask_token_id
+    elif mask_token_id is None and (place.directory / "model.json").exists():
+        mask_token_id = run_directory.read_model_config(place.directory).mask_token_id
     return load_tokenizer_file(file, MASK_PIECE if mask_token_id in (None, -1) else mask_token_id)
 
 
 def find_own_tokenizer(path: epath.Path) -> epath.Path | None:
     """The file of the tokenizer of a run or model, if there is one."""
-    return find_tokenizer_file(tokenizer_place(path)) if path.is_dir() else None
-
-
-def tokenizer_place(path: epath.Path) -> epath.Path:
-    """The directory of the tokenizer of a run or model, if any; adapters may have their own."""
-    if peft.is_peft(path) and find_tokenizer_file(path):
-        return path
-    path = model_place(path)
-    return path if huggingface_config.is_huggingface(path) else find_step(path)[0]
+    return find_tokenizer_file(find_place(path).tokenizer) if path.is_dir() else None
 
 
 def find_objective(path: epath.Path) -> str | None:
@@ -84,20 +98,20 @@ def find_objective(path: epath.Path) -> str | None:
     A Hugging Face directory whose config.json names no mask token is a plain language model, as one line says, unless
     its tokenizer has ReFusion's. Another one in the vocabulary, such as Gemma's, need not have been trained.
     """
-    if peft.is_peft(path) and (trained_by := peft.find_objective(path)):
+    place = find_place(path)
+    if place.adapters and (trained_by := peft.find_objective(place.adapters)):
         return trained_by
-    path = model_place(path)
-    if not huggingface_config.is_huggingface(path):
-        return run_directory.read_objective(find_step(path)[0])
-    config = huggingface_config.read_config(path, releases())
+    if place.step:
+        return run_directory.read_objective(place.directory)
+    config = huggingface_config.read_config(place.path, releases())
     if config.refusion_jax.objective or config.mask_token_id is not None:
         return config.refusion_jax.objective
-    tokenizer = find_tokenizer(path)
+    tokenizer = find_tokenizer(place.path)
     if tokenizer and not tokenizer.adds_mask and tokenizer.name_of(tokenizer.mask_id) == MASK_TOKEN:
         return None
     plain = system_of(default_decoder(PLAIN)).name
     line = "%s/config.json names no mask token: a plain language model, which nobody has adapted; %s decodes it"
-    logging.log_first_n(logging.WARNING, line, 1, path, plain)
+    logging.log_first_n(logging.WARNING, line, 1, place.path, plain)
     return plain
 
 
@@ -111,8 +125,8 @@ def choose_method(checkpoint: epath.Path, method: str | None) -> str:
         return method or default_decoder(default_system().name)
     with naming(f"{checkpoint}"):
         default, fitting = default_decoder(objective), decoders_for(objective)
-    is_known = not peft.is_peft(checkpoint) or peft.find_objective(checkpoint)
-    if method and method not in fitting and is_known:
+    adapters = find_place(checkpoint).adapters
+    if method and method not in fitting and (adapters is None or peft.find_objective(adapters)):
         why = f"{checkpoint} was trained with objective={objective}, which decodes with {' or '.join(fitting)}"
         raise SettingError("decode", "method", method, why)
     return method or default
@@ -121,16 +135,6 @@ def choose_method(checkpoint: epath.Path, method: str | None) -> str:
 def chosen_settings(checkpoint: epath.Path, given: dict[str, Any]) -> Settings:
     """The given decode settings, for the decoder of `choose_method`; SettingError for settings that it lacks."""
     return own_settings(choose_method(checkpoint, given.get("method")), given)
-
-
-def is_foreign(path: epath.Path) -> bool:
-    """Whether a directory has the format of other software: of Hugging Face, or of `peft` for adapters."""
-    return huggingface_config.is_huggingface(path) or peft.is_peft(path)
-
-
-def newest_step(path: epath.Path) -> epath.Path:
-    """The directory of the step that a path names now, while its run may save others; of another kind, the path."""
-    return path if is_foreign(path) else find_step(path)[1]
 
 
 def weights_stamp(path: epath.PathLike, settings: Settings) -> list[tuple[str, float | str, int]]:
@@ -144,16 +148,19 @@ def weights_stamp(path: epath.PathLike, settings: Settings) -> list[tuple[str, f
 
 
 def _stamp(path: epath.Path) -> list[tuple[str, float | str, int]]:
-    if is_foreign(path):
+    place = find_place(path)
+    if place.adapters or not place.step:
         files = sorted(file for file in path.iterdir() if file.suffix in (".safetensors", ".json"))
-        own = [(str(absolute(file)), file.stat().mtime, file.stat().length) for file in files]
-        return own + (_stamp(peft.base_of(path)) if peft.is_peft(path) else [])
-    workdir, step = find_step(path)
-    listed = {name: found for name, found in checksums.listed(step).items() if name.startswith("params")}
+        return [*map(_stat, files), *(_stamp(place.path) if place.adapters else [])]
+    listed = {name: found for name, found in checksums.listed(place.step).items() if name.startswith("params")}
     own = [(name, value, size) for name, (size, value) in sorted(listed.items())]
-    own = own or [(str(absolute(step)), step.stat().mtime, step.stat().length)]  # an old checkpoint, without checksums
-    adapted = run_directory.read_adapters(workdir)
+    own = own or [_stat(place.step)]  # an old checkpoint, without checksums
+    adapted = run_directory.read_adapters(place.directory)
     return own + (_stamp(adapted[1]) if adapted else [])
+
+
+def _stat(path: epath.Path) -> tuple[str, float, int]:
+    return str(absolute(path)), path.stat().mtime, path.stat().length
 
 
 def describe_call(

@@ -10,7 +10,7 @@ import numpy as np
 from etils import epath
 from flax import nnx
 
-from refusion_jax.checkpoints.contents import find_objective, find_tokenizer, read_model_config
+from refusion_jax.checkpoints.contents import find_objective, find_place, find_tokenizer, read_model_config
 from refusion_jax.checkpoints.directory import find_step
 from refusion_jax.checkpoints.run_directory import read_adapters
 from refusion_jax.checkpoints.weights import Reader, checked, open_params, restore_params
@@ -21,7 +21,6 @@ from refusion_jax.decoding.auxiliary import check_auxiliaries, check_vocabulary,
 from refusion_jax.decoding.settings import Settings
 from refusion_jax.distributed.sharding import local_mesh, make_mesh
 from refusion_jax.model import huggingface, peft
-from refusion_jax.model.huggingface_config import is_huggingface
 from refusion_jax.model.interface import LanguageModel
 from refusion_jax.model.lora import Lora, combine
 from refusion_jax.model.transformer import Transformer, abstract_transformer
@@ -100,13 +99,13 @@ def load_auxiliaries(
 
 def load_params(path: epath.Path, target: dict[str, Any]) -> dict[str, Any]:
     """Weights with the shapes, dtypes and shardings of the target."""
-    if is_huggingface(path):
+    place = find_place(path)
+    if place.adapters:
+        lora, trained = peft.load(place.adapters, target, huggingface.names_of(place.path, releases()))
+        return checked(path, _merge(lora, load_params(place.path, target), trained, target))
+    if not place.step:
         return huggingface.load_params(path, target, releases=releases())
-    if peft.is_peft(path):
-        base = peft.base_of(path)
-        lora, trained = peft.load(path, target, huggingface.names_of(base, releases()))
-        return checked(path, _merge(lora, load_params(base, target), trained, target))
-    if (adapted := read_adapters(find_step(path)[0])) is None:
+    if (adapted := read_adapters(place.directory)) is None:
         return restore_params(path, target)
     lora, base = adapted
     if not base.is_dir():
@@ -121,12 +120,11 @@ def open_weights(path: epath.PathLike) -> Reader:
     For a run with adapters, or a directory of adapters, all weights are in memory. The path is as for `load_model`.
     """
     path = epath.Path(path)
+    place = find_place(path)
+    if place.adapters or (place.step and read_adapters(place.directory)):
+        return reader_of(load_model(path))
     target = abstract_transformer(read_model_config(path), "float32", local_mesh())[1]
-    if is_huggingface(path):
-        return huggingface.open_params(path, target, releases=releases())
-    if not peft.is_peft(path) and read_adapters(find_step(path)[0]) is None:
-        return open_params(path, target)
-    return reader_of(load_model(path))
+    return open_params(path, target) if place.step else huggingface.open_params(path, target, releases=releases())
 
 
 def reader_of(model: Transformer) -> Reader:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import ml_collections
 from etils import epath
 
-from refusion_jax.checkpoints.contents import choose_method, find_tokenizer, model_place, newest_step, read_model_config
+from refusion_jax.checkpoints.contents import choose_method, find_place, find_tokenizer, read_model_config
 from refusion_jax.cli.errors import SettingError, UserError, naming
 from refusion_jax.config import check_steps, default_config, make_objective
 from refusion_jax.config.keys import keys
@@ -15,7 +15,6 @@ from refusion_jax.config.run_config import absolute_path, read_config
 from refusion_jax.data.fast_tokenizer import first_difference
 from refusion_jax.data.interface import Tokenizer
 from refusion_jax.data.tokenizer import MASK_PIECE
-from refusion_jax.model.huggingface_config import is_huggingface
 from refusion_jax.model.shape import OPTIONAL, ModelConfig
 from refusion_jax.systems.registry import find_system
 
@@ -50,7 +49,7 @@ def adopt_shape(config: ml_collections.ConfigDict, workdir: epath.Path | None = 
         there = began.model if began else dataclasses.asdict(read_model_config(source))
         own = None if began else find_tokenizer(source)
         if config.lora.rank and not began:
-            config.init_from = str(newest_step(source))
+            config.init_from = str(find_place(source).pinned)
     if config.lora.rank and began and epath.Path(began.init_from).is_relative_to(absolute_path(config.init_from)):
         config.init_from = began.init_from
     if config.data.mask_piece == MASK_PIECE and (began or (own and not own.adds_mask)):
@@ -150,6 +149,6 @@ def check_fits(
     if there.local_rope and there.max_position_embeddings < config.max_position_embeddings:
         window = there.max_position_embeddings
         raise UserError(f"--config.row_length must be at most {window}, to which local layers of {path} attend")
-    is_padded = is_huggingface(model_place(path)) and there.vocab_size < config.vocab_size
+    is_padded = not find_place(path).step and there.vocab_size < config.vocab_size
     if there.vocab_size != config.vocab_size and not is_padded:
         raise UserError(f"--config.model.vocab_size={config.vocab_size}: {path} has {there.vocab_size}")
