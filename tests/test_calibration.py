@@ -3,6 +3,7 @@
 import itertools
 import json
 import statistics
+from dataclasses import replace
 from pathlib import Path
 
 import jax
@@ -12,7 +13,8 @@ from helpers import SHIPPED, flags_of
 
 from refusion_jax.benchmarks import calibration, decode, gpu
 from refusion_jax.benchmarks.calibration import calibrate, left_out_errors, read_runs
-from refusion_jax.benchmarks.headline.tpu_estimates import BATCH_SIZES, faster_up_to, forward_costs, tpu_estimates
+from refusion_jax.benchmarks.headline.results import BatchEstimate, Scored, TpuEstimate
+from refusion_jax.benchmarks.headline.tpu_estimates import BATCH_SIZES, forward_costs, tpu_estimates
 from refusion_jax.checkpoints.load import load_model
 from refusion_jax.cli.errors import UserError
 from refusion_jax.distributed.chips import CHIPS, find_chip
@@ -100,54 +102,58 @@ def test_chips_share_the_work_and_wait_for_each_other():
     assert shared.network_bytes == (2 * 8 + 1) * 2 * (64 * 16 * 1024 * 2) / 2  # each value there and back
 
 
-def point(settings: str, forwards: int, width: int) -> dict:
-    about = {"system": "s", "decoder": "d", "start": "", "settings": settings, "tokens": 200, "forwards": forwards}
-    return about | {"width": width, "prompt_tokens": 20.0, "has_cache": True}
+def point(settings: str, **counts: float) -> Scored:
+    about = {"system": "s", "decoder": "d", "start": "", "seed": 0, "settings": settings, "accuracy": 1.0}
+    rates = {f"tokens_per_forward{kind}": 1.0 for kind in ("", "_without_eos", "_with_prefill")}
+    counts = {"tokens": 200, "prompt_tokens": 20.0} | counts
+    return Scored(**about, **rates, **counts, families={}, has_cache=True, commit="abc")
 
 
-def batches(*points: dict) -> list[dict]:
+def batches(*points: Scored) -> list[BatchEstimate]:
     """The estimates on a v5e:2x4, by batch size."""
-    return tpu_estimates(list(points), problems=10)[0]["batches"]
+    return tpu_estimates(list(points), problems=10)[0].batches
 
 
 @pytest.mark.parametrize("name", ["forwards", "width", "prompt_tokens"])
 def test_more_work_is_never_faster(name):
-    found = [batches(point("", 20, 16) | {name: amount}) for amount in (1, 2, 16, 100, 1000)]
+    found = [batches(point("", **{"forwards": 20, "width": 16, name: amount})) for amount in (1, 2, 16, 100, 1000)]
     for estimates in zip(*found, strict=True):
-        speeds = [estimate["tokens_per_second"] for estimate in estimates]
+        speeds = [estimate.tokens_per_second for estimate in estimates]
         assert speeds == sorted(speeds, reverse=True)
 
 
 def test_a_larger_batch_is_never_slower_and_the_advantage_of_few_forwards_ends():
-    found = batches(point("four tokens per forward", 50, 16))
+    found = batches(point("four tokens per forward", forwards=50, width=16))
     for key in ("tokens_per_second", "one_token_per_forward"):
-        speeds = [estimate[key] for estimate in found]
+        speeds = [getattr(estimate, key) for estimate in found]
         assert all(before <= after * 1.001 for before, after in itertools.pairwise(speeds))
-    assert found[0]["speedup"] == pytest.approx((20 + 1) / (5 + 1), rel=0.05)  # the prefill counts as one
-    assert found[-1]["speedup"] < 1  # at four places per token
+    assert found[0].speedup == pytest.approx((20 + 1) / (5 + 1), rel=0.05)  # the prefill counts as one
+    assert found[-1].speedup < 1  # at four places per token
 
 
 def test_the_fastest_setting_of_a_decoder_counts_at_every_batch_size():
-    few, many = point("few forwards", 20, 64), point("few places", 80, 4)
+    few, many = point("few forwards", forwards=20, width=64), point("few places", forwards=80, width=4)
     best = batches(few, many)
     for i, batch in enumerate(best):
-        assert batch["tokens_per_second"] == max(batches(p)[i]["tokens_per_second"] for p in (few, many))
-    assert (best[0]["settings"], best[-1]["settings"]) == ("few forwards", "few places")
-    assert [batch["batch_size"] for batch in best] == list(BATCH_SIZES)
-    assert best[0]["tokens_per_forward"] == 10
+        assert batch.tokens_per_second == max(batches(p)[i].tokens_per_second for p in (few, many))
+    assert (best[0].settings, best[-1].settings) == ("few forwards", "few places")
+    assert [batch.batch_size for batch in best] == list(BATCH_SIZES)
+    assert best[0].tokens_per_forward == 10
 
 
 def test_an_advantage_ends_where_it_is_first_lost():
-    found = [{"batch_size": 2**i, "speedup": ratio} for i, ratio in enumerate((3.0, 2.0, 1.0, 1.1))]
-    assert faster_up_to(found) == 2
-    assert faster_up_to(found[2:]) == 0
+    first, *_ = batches(point("", forwards=20, width=16))
+    found = [replace(first, batch_size=2**i, speedup=x) for i, x in enumerate((3.0, 2.0, 1.0, 1.1))]
+    whole = TpuEstimate(system="s", start="", decoder="d", model="8b", topology="v5e:2x4", batches=found)
+    assert whole.faster_up_to == 2
+    assert replace(whole, batches=found[2:]).faster_up_to == 0
 
 
 def test_first_drafts_in_the_prefill_are_not_free():
     """20 tokens by one forward, their drafts made in the prefill: twice the weights are read, not once."""
     first, *_ = batches(point("drafts of the prefill", forwards=10, width=1))
-    assert first["tokens_per_forward"] == 20
-    assert first["speedup"] == pytest.approx((20 + 1) / 2, rel=0.05)
+    assert first.tokens_per_forward == 20
+    assert first.speedup == pytest.approx((20 + 1) / 2, rel=0.05)
 
 
 def results(output: Path) -> tuple[dict, list[dict]]:

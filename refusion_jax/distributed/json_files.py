@@ -61,6 +61,6 @@ def validation_fault(error: pydantic.ValidationError) -> str:
     return ": ".join(filter(None, (".".join(map(str, first["loc"])), said)))
 
 
-def to_type(value: Any, kind: type[_T], where: str) -> _T:
+def to_type(value: Any, kind: type[_T], where: str, extra: Literal["forbid", "ignore"] = "forbid") -> _T:
     """As `parse_json`, for a value that is already parsed."""
-    return parse_json(json.dumps(value).encode(), kind, where)
+    return parse_json(json.dumps(value).encode(), kind, where, extra)

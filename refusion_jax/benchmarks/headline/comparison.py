@@ -7,7 +7,6 @@ import dataclasses
 import functools
 import itertools
 import json
-import math
 import time
 import zlib
 from collections.abc import Callable
@@ -20,7 +19,7 @@ from flax import nnx
 from refusion_jax.benchmarks.headline import measure, results
 from refusion_jax.benchmarks.headline.curves import PROXY, Curve, Measured, claimed, curves, fastest_points
 from refusion_jax.benchmarks.headline.experiment import BATCH_SIZES, Experiment, Point, TrainingRun
-from refusion_jax.benchmarks.headline.results import Results, Scored, Timed, Trained
+from refusion_jax.benchmarks.headline.results import Results, Scored, Timed, Trained, from_json
 from refusion_jax.benchmarks.headline.runs import commit, train
 from refusion_jax.benchmarks.headline.speed_proxy import SpeedProxy, proxy_model, read_shape
 from refusion_jax.benchmarks.headline.tpu_estimates import tpu_estimates
@@ -89,8 +88,8 @@ class Comparison:
         for system in asked.systems:
             trials = [] if system in asked.rates else self._tried(system)
             sweep += trials
-            best = min(trials, key=_final_loss)["learning_rate"] if trials else self._config.learning_rate
-            rates[system] = asked.rates.get(system, best)
+            best = min(trials, key=lambda trial: trial.final_loss, default=self._config)
+            rates[system] = asked.rates.get(system, best.learning_rate)
         runs = [asked.whole(system, seed, rates[system]) for system, seed in asked.seeds]
         models = [(run, self._trained(run)) for run in track(runs, "training")]
         first_halves = {run.seed: (run, record) for run, record in models if run.system == asked.start}
@@ -104,7 +103,7 @@ class Comparison:
 
     def _tried(self, system: str) -> list[Trained]:
         found = []
-        while rate := self._asked.next_rate({trial["learning_rate"]: _final_loss(trial) for trial in found}):
+        while rate := self._asked.next_rate({trial.learning_rate: trial.final_loss for trial in found}):
             found.append(self._trained(self._asked.trial(system, rate), "try"))
         return found
 
@@ -117,7 +116,7 @@ class Comparison:
             about |= {"command": run.command(self._directory), "learning_rate": run.changes["learning_rate"]}
             return about | trained
 
-        return self._stored(f"{verb} {run.name}", make)
+        return from_json(self._stored(f"{verb} {run.name}", make), Trained)
 
     # Decoding
 
@@ -133,7 +132,7 @@ class Comparison:
                 measured = measure.measure(self._validation, self._subject(run, point))
                 return _about(run, point) | measured | {"where": results.where()}
 
-            found.append(self._stored(f"measure {run.name}: {point}", make))
+            found.append(from_json(self._stored(f"measure {run.name}: {point}", make), Scored))
         return found
 
     def _tested(self, chosen: list[Entry], runs: list[TrainingRun]) -> list[Scored]:
@@ -151,7 +150,7 @@ class Comparison:
                     self._keep_answers(f"{run.name} {point}", texts, decodings)
                     return _about(run, point) | record
 
-                found.append(self._stored(f"test {run.name}: {point}", make))
+                found.append(from_json(self._stored(f"test {run.name}: {point}", make), Scored))
                 jax.clear_caches()
         return found
 
@@ -203,7 +202,8 @@ class Comparison:
 
         checksum = zlib.crc32("; ".join(f"{run.name} {point}" for run, point in entries).encode())
         stored = self._stored(f"time {len(entries)} settings{f' at {shape}' * bool(shape)} ({checksum:08x})", make)
-        return [record | {name: stored[name] for name in ("commit", "where")} for record in stored["timings"]]
+        common = {name: stored[name] for name in ("commit", "where")}
+        return [from_json(record | common, Timed) for record in stored["timings"]]
 
     def _on_first_seed(self, chosen: list[tuple[Curve, Measured]], runs: list[TrainingRun]) -> list[Entry]:
         first, found = {(run.system, run.start): run for run in reversed(runs)}, []
@@ -225,7 +225,7 @@ class Comparison:
     def _load(self, path: Path):
         return load_model(path, self._config.dtype)
 
-    def _stored(self, key: str, make: Callable[[], dict[str, Any]]) -> Any:
+    def _stored(self, key: str, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         """The record of a run or measurement, from an earlier session or made now. Prints the progress."""
         if key not in self._store.records:
             began = time.monotonic()
@@ -244,13 +244,9 @@ def _about(run: TrainingRun, point: Point) -> dict[str, Any]:
 
 def _continued(start: Trained, adapted: Trained) -> Trained:
     """The record of an adapted run, preceded by the steps and tokens of the first half."""
-    half = adapted["losses"][-1]["step"]
-    seen = next(record["tokens"] for record in start["losses"] if record["step"] == half)
+    half = adapted.losses[-1].step
+    seen = next(logged.tokens for logged in start.losses if logged.step == half)
     losses = [
-        record | {"step": half + record["step"], "tokens": seen + record["tokens"]} for record in adapted["losses"]
+        dataclasses.replace(logged, step=half + logged.step, tokens=seen + logged.tokens) for logged in adapted.losses
     ]
-    return adapted | {"tokens": seen + adapted["tokens"], "losses": losses}
-
-
-def _final_loss(trial: Trained) -> float:
-    return trial["losses"][-1].get("eval_loss", math.inf)  # missing if it was not finite
+    return dataclasses.replace(adapted, tokens=seen + adapted.tokens, losses=losses)

@@ -7,7 +7,7 @@ import math
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 
-from refusion_jax.benchmarks.headline.results import Results, Scored, curve_of, name_of
+from refusion_jax.benchmarks.headline.results import OfDecoder, Results, Scored
 from refusion_jax.systems.interface import Claim
 from refusion_jax.systems.registry import systems
 
@@ -33,7 +33,7 @@ class Measured:
     timed: Mapping[str, Figure]  # of the first seed, by batch size or PROXY, over interleaved repeats
 
     def figure(self, name: str) -> Figure:
-        return Figure(score[name] for score in self.scores)
+        return Figure(getattr(score, name) for score in self.scores)
 
     @property
     def accuracy(self) -> Figure:
@@ -46,21 +46,14 @@ class Measured:
         return dataclasses.replace(self, scores=self.tests or self.scores)
 
     def of_family(self, name: str) -> Figure:
-        return Figure(score["families"][name] for score in self.scores)
+        return Figure(score.families[name] for score in self.scores)
 
 
-@dataclasses.dataclass(frozen=True)
-class Curve:
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Curve(OfDecoder):
     """The operating points of a decoder, on the models of one system."""
 
-    system: str
-    decoder: str
-    start: str  # the system whose weights the training started from; random ones if empty
     points: tuple[Measured, ...]
-
-    @property
-    def name(self) -> str:
-        return name_of(self.system, self.decoder, self.start)
 
     @property
     def is_default(self) -> bool:
@@ -109,26 +102,28 @@ def curves(results: Results) -> list[Curve]:
     """All curves, in the order of measurement."""
     timed = collections.defaultdict(dict)
     for record in results.timings:
-        own = timed[*curve_of(record), record["settings"]]
-        own |= {size: Figure(speeds) for size, speeds in record["tokens_per_second"].items()}
+        own = timed[record.curve, record.settings]
+        own |= {size: Figure(speeds) for size, speeds in record.tokens_per_second.items()}
     for record in results.proxy_timings:
-        (speeds,) = record["tokens_per_second"].values()
-        timed[*curve_of(record), record["settings"]][PROXY] = Figure(speeds)
+        (speeds,) = record.tokens_per_second.values()
+        timed[record.curve, record.settings][PROXY] = Figure(speeds)
 
     points, tests = _by_setting(results.points), _by_setting(results.tests)
     found = collections.defaultdict(list)
-    for (*curve, settings), scores in points.items():
-        sizes = scores[0]["tokens_per_second"]
-        speed = {size: Figure(s["tokens_per_second"][size] for s in scores) for size in sizes}
-        key = *curve, settings
-        found[tuple(curve)].append(Measured(settings, scores, tests.get(key, []), speed, timed[key]))
-    return [Curve(*curve, tuple(own)) for curve, own in found.items()]
+    for key, scores in points.items():
+        curve, settings = key
+        speed = {size: Figure(s.tokens_per_second[size] for s in scores) for size in scores[0].tokens_per_second}
+        found[curve].append(Measured(settings, scores, tests[key], speed, timed[key]))
+    return [
+        Curve(system=system, start=start, decoder=decoder, points=tuple(own))
+        for (system, start, decoder), own in found.items()
+    ]
 
 
-def _by_setting(records: Iterable[Scored]) -> dict[tuple[str, str, str, str], list[Scored]]:
+def _by_setting(records: Iterable[Scored]) -> Mapping[tuple[tuple[str, str, str], str], list[Scored]]:
     found = collections.defaultdict(list)
     for record in records:
-        found[*curve_of(record), record["settings"]].append(record)
+        found[record.curve, record.settings].append(record)
     return found
 
 

@@ -8,9 +8,9 @@ from typing import Any
 
 from refusion_jax.benchmarks.headline.curves import Curve, Figure, Measured, curves
 from refusion_jax.benchmarks.headline.experiment import BATCH_SIZES
-from refusion_jax.benchmarks.headline.results import Results, Trained, curve_of, name_of
+from refusion_jax.benchmarks.headline.results import Results, Trained
 
-_TRAINING = {  # file: (key of the records, label)
+_TRAINING = {  # file: (field of the logged steps, label)
     "loss": ("eval_loss", "held-out loss (each system's own)"),
     "bits_per_byte": ("eval_bits_per_byte", "bits per byte of held-out answers (bounds for masked diffusion)"),
 }
@@ -51,7 +51,7 @@ def draw(results: Results, directory: Path) -> list[Path]:
     for name, (key, label) in _TRAINING.items():
         with plot(f"{name}_by_tokens", xlabel="tokens trained on", ylabel=label, yscale="log") as axes:
             _plot_training(axes, results.runs, key)
-    for topology in dict.fromkeys(record["topology"] for record in results.tpu_estimates):
+    for topology in dict.fromkeys(record.topology for record in results.tpu_estimates):
         with plot(
             f"estimate_{topology.replace(':', '_')}",
             title="estimate, not calibrated",
@@ -61,9 +61,9 @@ def draw(results: Results, directory: Path) -> list[Path]:
             yscale="log",
         ) as axes:
             for record in results.tpu_estimates:
-                if record["topology"] == topology:
-                    sizes, speedups = ([b[key] for b in record["batches"]] for key in ("batch_size", "speedup"))
-                    axes.plot(sizes, speedups, label=name_of(*curve_of(record)), **_DOTS)
+                if record.topology == topology:
+                    sizes, speedups = ([getattr(b, key) for b in record.batches] for key in ("batch_size", "speedup"))
+                    axes.plot(sizes, speedups, label=record.name, **_DOTS)
     return paths
 
 
@@ -78,11 +78,10 @@ def _plot_accuracy(axes: Any, curve: Curve, speed: Callable[[Measured], Figure])
 
 
 def _plot_training(axes: Any, runs: Sequence[Trained], key: str) -> None:
-    """A line for each run with records of `key`; the seeds of a model share a colour."""
+    """A line for each run that measured `key`; the seeds of a model share a colour."""
     colors = {}
     for run in runs:
-        model = name_of(run["system"], run["system"], run["start"])
-        if records := [record for record in run["losses"] if key in record]:
-            style = {"color": colors[model]} if model in colors else {"label": model}
-            (line,) = axes.plot([r["tokens"] for r in records], [r[key] for r in records], **style, **_DOTS)
-            colors[model] = line.get_color()
+        if measured := [(step.tokens, y) for step in run.losses if (y := getattr(step, key)) is not None]:
+            style = {"color": colors[run.model]} if run.model in colors else {"label": run.model}
+            (line,) = axes.plot(*zip(*measured, strict=True), **style, **_DOTS)
+            colors[run.model] = line.get_color()

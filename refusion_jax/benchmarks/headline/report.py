@@ -18,8 +18,7 @@ from refusion_jax.benchmarks.headline.curves import (
 )
 from refusion_jax.benchmarks.headline.experiment import BATCH_SIZES
 from refusion_jax.benchmarks.headline.measure import PROXY_PROBLEMS, PROXY_REPEATS, REPEATS
-from refusion_jax.benchmarks.headline.results import Results, Trained, curve_of, name_of
-from refusion_jax.benchmarks.headline.tpu_estimates import faster_up_to
+from refusion_jax.benchmarks.headline.results import Results, Trained
 from refusion_jax.systems.interface import Claim
 from refusion_jax.systems.registry import systems
 
@@ -54,8 +53,8 @@ def report(results: Results, plots: Sequence[str] = ()) -> str:
 
 def _conditions(results: Results) -> str:
     about = results.about
-    c, m, tokens = about["config"], about["machine"], results.runs[0]["tokens"]
-    load = max(record["load"] for record in (*results.points, *results.timings))
+    c, m, tokens = about["config"], about["machine"], results.runs[0].tokens
+    load = max(record.load for record in (*results.points, *results.timings))
     lines = [
         f"Each system trains a transformer of width {c['model']['hidden_size']} with "
         f"{c['model']['num_hidden_layers']} layers on {tokens:,} tokens ({c['steps']:,} steps of {c['batch_size']} "
@@ -73,7 +72,7 @@ def _conditions(results: Results) -> str:
         f"{load:.1f} at most), jax {about['versions']['jax']}, at commit "
         f"{', '.join(filter(None, results.commits)) or 'unknown'}.",
     ]
-    if starts := {run["start"] for run in results.runs} - {""}:
+    if starts := {run.start for run in results.runs} - {""}:
         (start,) = starts
         lines.append(
             f"“from {start}” is a model that starts from the weights of {start} after half of the steps and trains for "
@@ -97,7 +96,7 @@ def _conditions(results: Results) -> str:
 
 
 def _table(found: list[Curve], results: Results) -> str:
-    runs = {(run["system"], run["start"]): run for run in results.runs}
+    runs = {(run.system, run.start): run for run in results.runs}
     best = max(point.accuracy.mean for curve in found for point in curve.points)
     rows = []
     for curve in found:
@@ -114,8 +113,8 @@ def _table(found: list[Curve], results: Results) -> str:
                 _told(point.timed[_ONE]),
                 _told(point.timed[_MANY]),
                 point.settings or "its own",
-                f"{run['learning_rate']:g}",
-                f"{run['seconds']:.0f}",
+                f"{run.learning_rate:g}",
+                f"{run.seconds:.0f}",
             ]
         )
     names = ["system", "seeds", "exact match", "tokens/forward", "without EOS", "with the prefill", "AUP"]
@@ -150,7 +149,7 @@ def _conclusions(found: list[Curve], results: Results) -> str:
             for curve in found
             if better[curve.name] and systems()[curve.system].claims and curve.is_default
         ]
-    same = sum(record["same_text"] for record in results.points) / len(results.points)
+    same = sum(record.same_text for record in results.points) / len(results.points)
     lines.append(f"In {same:.1%} of all cases an answer was the same at a batch size of {_ONE} and of {_MANY}.")
     return "\n".join(prose(f"* {line}", indent="  ") for line in lines)
 
@@ -199,7 +198,7 @@ def _proxy_speeds(found: list[Curve], results: Results) -> list[str]:
     first = results.proxy_timings[0]
     about = (
         f"Weights of the speed proxy: each forward pass of these decoders is also computed by a model of "
-        f"{first['parameters'] / 1e6:.1f} M random parameters ({first['shape']}), while the trained model decides what "
+        f"{first.parameters / 1e6:.1f} M random parameters ({first.shape}), while the trained model decides what "
         f"is written (refusion_jax/benchmarks/headline/speed_proxy.py): the speed of a model of that size that writes "
         f"the same answers, one prompt at a time. Each decoder has its fastest setting with the proxy, within {MARGIN} "
         f"of its best accuracy; at most {PROXY_PROBLEMS} problems in {PROXY_REPEATS} interleaved repeats."
@@ -215,7 +214,7 @@ def _proxy_speeds(found: list[Curve], results: Results) -> list[str]:
 
 
 def _families(found: list[Curve]) -> str:
-    names = list(found[0].points[0].scores[0]["families"])
+    names = list(found[0].points[0].scores[0].families)
     rows = [[c.name, *(f"{c.fastest(_ONE).of_family(name).mean:.0%}" for name in names)] for c in found]
     return table(["system", *names], rows)
 
@@ -226,20 +225,20 @@ def _estimates(results: Results) -> list[str]:
     about = (
         "**An uncalibrated estimate; nothing here ran on a TPU.** It is computed (refusion_jax/benchmarks/headline/"
         "tpu_estimates.py) from the number of forward passes of these answers and from their compiled width, for a "
-        f"model of {results.tpu_estimates[0]['model'].upper()} parameters in bfloat16 whose heads are split over all "
+        f"model of {results.tpu_estimates[0].model.upper()} parameters in bfloat16 whose heads are split over all "
         f"chips. Each batch size has the fastest setting within {MARGIN} of the best accuracy. In brackets: the "
         "speedup over writing the same answers at one token per forward."
     )
     parts = ["### The same decoding on TPUs", prose(about)]
-    for topology in dict.fromkeys(record["topology"] for record in results.tpu_estimates):
-        own = [record for record in results.tpu_estimates if record["topology"] == topology]
-        own.sort(key=lambda record: -record["batches"][0]["tokens_per_second"])
+    for topology in dict.fromkeys(record.topology for record in results.tpu_estimates):
+        own = [record for record in results.tpu_estimates if record.topology == topology]
+        own.sort(key=lambda record: -record.batches[0].tokens_per_second)
         rows = []
-        for r in own:
-            speeds = {b["batch_size"]: f"{b['tokens_per_second']:,.0f} ({b['speedup']:.2f}x)" for b in r["batches"]}
-            row = name_of(*curve_of(r)), r["batches"][0]["settings"] or "its own"
-            row += f"{r['batches'][0]['tokens_per_forward']:.2f}", *(speeds[size] for size in _SHOWN)
-            rows.append((*row, str(faster_up_to(r["batches"]) or "none")))
+        for record in own:
+            first, shown = record.batches[0], [b for b in record.batches if b.batch_size in _SHOWN]
+            speeds = (f"{b.tokens_per_second:,.0f} ({b.speedup:.2f}x)" for b in shown)
+            row = record.name, first.settings or "its own", f"{first.tokens_per_forward:.2f}"
+            rows.append((*row, *speeds, str(record.faster_up_to or "none")))
         sizes = (f"tokens/s at {size}" for size in _SHOWN)
         names = f"{topology}, estimate", "setting at 1", "tokens/forward at 1", *sizes, "faster up to a batch of"
         parts.append(table(names, rows))
@@ -251,12 +250,11 @@ def _bits(runs: Sequence[Trained]) -> list[str]:
     found = collections.defaultdict(lambda: collections.defaultdict(list))
     tokens, bounded = collections.defaultdict(list), set()
     for run in runs:
-        system = name_of(run["system"], run["system"], run["start"])
-        for record in run["losses"]:
-            if "eval_bits_per_byte" in record:
-                found[system][record["step"]].append(record["eval_bits_per_byte"])
-                tokens[record["step"]].append(record["tokens"])
-                bounded |= {system} if record.get("eval_bits_per_byte_is_bound") else set()
+        for record in run.losses:
+            if record.eval_bits_per_byte is not None:
+                found[run.model][record.step].append(record.eval_bits_per_byte)
+                tokens[record.step].append(record.tokens)
+                bounded |= {run.model} if record.eval_bits_per_byte_is_bound else set()
     if not found:
         return []
     means = {system: {step: statistics.mean(own[step]) for step in sorted(own)} for system, own in found.items()}
@@ -288,10 +286,7 @@ def _bits(runs: Sequence[Trained]) -> list[str]:
 def _sweep(trials: Sequence[Trained]) -> list[str]:
     if not trials:
         return []
-    rows = [
-        (t["system"], f"{t['learning_rate']:g}", f"{t['losses'][-1].get('eval_loss', float('nan')):.4f}")
-        for t in trials
-    ]
+    rows = [(trial.system, f"{trial.learning_rate:g}", f"{trial.final_loss:.4f}") for trial in trials]
     why = (
         "A short run for each rate; the lowest held-out loss decides. If the highest or the lowest rate is best, "
         "further ones are tried. Losses of different systems do not compare."

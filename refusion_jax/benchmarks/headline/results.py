@@ -6,11 +6,13 @@ describes the comparison that they belong to.
 
 import dataclasses
 import importlib.metadata
+import itertools
 import json
+import math
 import os
 import platform
 from pathlib import Path
-from typing import Any, NotRequired, TypedDict
+from typing import Any, TypeVar
 
 import jax
 
@@ -19,13 +21,27 @@ from refusion_jax.cli.errors import UserError
 from refusion_jax.config import flatten
 from refusion_jax.decoding.journal import Journal
 from refusion_jax.distributed.host import available_cores
-from refusion_jax.distributed.json_files import read_json
+from refusion_jax.distributed.json_files import read_json, to_type
 from refusion_jax.distributed.storage import write_file
 
+_Record = TypeVar("_Record")
 _PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy")
 
 
-class Trained(TypedDict):
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Logged:
+    """A logged step of a training run; None is what was not measured, or was not finite."""
+
+    step: int
+    tokens: int  # so far
+    loss: float | None = None
+    eval_loss: float | None = None
+    eval_bits_per_byte: float | None = None
+    eval_bits_per_byte_is_bound: bool | None = None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Trained:
     """A training run."""
 
     system: str
@@ -36,17 +52,48 @@ class Trained(TypedDict):
     learning_rate: float
     seconds: float
     tokens: int
-    losses: list[dict[str, Any]]  # step, tokens, loss and, if measured, eval_loss, eval_bits_per_byte, ...
+    losses: list[Logged]
     commit: str
 
+    @property
+    def model(self) -> str:
+        """The name of its curve by the decoder of the same name."""
+        return _name(self.system, self.system, self.start)
 
-class Scored(TypedDict):
-    """A decoder at one operating point, on one model."""
+    @property
+    def final_loss(self) -> float:
+        """The held-out loss at the end; infinite if it was not finite."""
+        found = self.losses[-1].eval_loss
+        return math.inf if found is None else found
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class OfDecoder:
+    """Base of what belongs to a decoder, with the models of one system."""
 
     system: str
-    start: str
-    seed: int
+    start: str  # the system whose weights the training started from; random ones if empty
     decoder: str
+
+    @property
+    def curve(self) -> tuple[str, str, str]:
+        return self.system, self.start, self.decoder
+
+    @property
+    def name(self) -> str:
+        """The system, what it was adapted from, and the decoder if its name differs."""
+        return _name(self.system, self.decoder, self.start)
+
+
+def _name(system: str, decoder: str, start: str) -> str:
+    return system + f" from {start}" * bool(start) + f" by {decoder}" * (system != decoder)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Scored(OfDecoder):
+    """A decoder at one operating point, on one model."""
+
+    seed: int
     settings: str
     accuracy: float  # share of answers that match exactly
     families: dict[str, float]  # accuracy of each family of problems
@@ -59,35 +106,61 @@ class Scored(TypedDict):
     width: int  # number of places of a row that a forward pass computes
     has_cache: bool
     commit: str
-    tokens_per_second: NotRequired[dict[str, float]]  # by batch size; only if time was measured, like the following
-    same_text: NotRequired[float]  # share of answers that are the same at both batch sizes
-    load: NotRequired[float]  # the machine's load average, which shows whether other work ran
-    where: NotRequired[str]  # the machine
+    tokens_per_second: dict[str, float] | None = None  # by batch size; only if time was measured, like the following
+    same_text: float | None = None  # share of answers that are the same at both batch sizes
+    load: float | None = None  # the machine's load average, which shows whether other work ran
+    where: str | None = None  # the machine
 
 
-class Timed(TypedDict):
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Timed(OfDecoder):
     """The speeds of a decoder at one operating point in interleaved repeats, on the model of the first seed."""
 
-    system: str
-    start: str
-    decoder: str
+    seed: int
     settings: str
     tokens_per_second: dict[str, list[float]]  # by batch size; one per repeat
     load: float
     commit: str
     where: str
-    shape: NotRequired[str]  # of the speed proxy, and its number of parameters
-    parameters: NotRequired[int]
+    shape: str | None = None  # of the speed proxy, and its number of parameters
+    parameters: int | None = None
 
 
-def curve_of(record: Scored | Timed) -> tuple[str, str, str]:
-    """(system, decoder, start) of a record."""
-    return record["system"], record["decoder"], record["start"]
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class BatchEstimate:
+    """The fastest setting of a decoder for one batch size on TPUs, by arithmetic."""
+
+    batch_size: int
+    settings: str
+    tokens_per_second: float
+    one_token_per_forward: float  # tokens per second of writing the same answers one token at a time
+    speedup: float  # the first divided by the second
+    tokens_per_forward: float
 
 
-def name_of(system: str, decoder: str, start: str) -> str:
-    """The name of a curve: the system, what it was adapted from, and the decoder if its name differs."""
-    return system + f" from {start}" * bool(start) + f" by {decoder}" * (system != decoder)
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TpuEstimate(OfDecoder):
+    """The estimates for a decoder on one kind and number of chips."""
+
+    model: str  # the size, a name of `bench decode --size`
+    topology: str
+    batches: list[BatchEstimate]
+
+    @property
+    def faster_up_to(self) -> int:
+        """The largest batch size up to which it is faster than one token per forward; 0 if none."""
+        faster = itertools.takewhile(lambda own: own.speedup > 1, self.batches)
+        return max((own.batch_size for own in faster), default=0)
+
+
+def to_json(record: Any) -> dict[str, Any]:
+    """The fields of a record that have a value."""
+    return dataclasses.asdict(record, dict_factory=lambda fields: {k: x for k, x in fields if x is not None})
+
+
+def from_json(stored: dict[str, Any], kind: type[_Record]) -> _Record:
+    """The record, without fields that its kind does not declare; UserError if one is missing or of another type."""
+    return to_type(stored, kind, "a record of the comparison", "ignore")
 
 
 @dataclasses.dataclass
@@ -102,21 +175,21 @@ class Results:
     tests: list[Scored] = dataclasses.field(default_factory=list)  # the chosen settings on test problems
     timings: list[Timed] = dataclasses.field(default_factory=list)
     proxy_timings: list[Timed] = dataclasses.field(default_factory=list)
-    tpu_estimates: list[dict[str, Any]] = dataclasses.field(default_factory=list)
+    tpu_estimates: list[TpuEstimate] = dataclasses.field(default_factory=list)
 
     @property
     def commits(self) -> list[str]:
         """Commits of the code that produced the figures."""
         kinds = self.sweep, self.runs, self.auxiliaries, self.points, self.tests, self.timings, self.proxy_timings
-        return sorted({record["commit"] for kind in kinds for record in kind})
+        return sorted({record.commit for kind in kinds for record in kind})
 
     @property
     def machines(self) -> list[str]:
         """Machines on which speeds were measured, which are comparable only on a single one."""
-        return sorted({r["where"] for kind in (self.points, self.timings, self.proxy_timings) for r in kind})
+        return sorted({r.where for kind in (self.points, self.timings, self.proxy_timings) for r in kind})
 
     def as_json(self) -> str:
-        content = dataclasses.asdict(self)
+        content = to_json(self)
         found = content.pop("about") | {"commits": self.commits, "where": self.machines} | content
         return json.dumps(found, indent=1) + "\n"
 

@@ -11,20 +11,20 @@ from pathlib import Path
 from typing import Any
 
 from refusion_jax.benchmarks.headline.experiment import TrainingRun
+from refusion_jax.benchmarks.headline.results import Logged, from_json, to_json
 from refusion_jax.cli import command
 from refusion_jax.cli.errors import Failure
 from refusion_jax.distributed.preemption import EXIT_CODE
 from refusion_jax.training.metrics import read_metrics
 
 _NEWS_SECONDS = 60.0
-_KEPT = ("step", "tokens", "loss", "eval_loss", "eval_bits_per_byte", "eval_bits_per_byte_is_bound")  # of metrics.jsonl
 
 
 def train(run: TrainingRun, directory: Path) -> dict[str, Any]:
     """Trains a run to its end, resuming if it was interrupted; prints its progress about once a minute.
 
-    Returns {"seconds" of training, "tokens", "losses": the fields _KEPT of each record of metrics.jsonl}. Raises
-    Failure, with the last line of its log, if training fails.
+    Returns the fields of `results.Trained` that metrics.jsonl has. Raises Failure, with the last line of its log, if
+    training fails.
     """
     workdir, log = directory / "runs" / run.name, directory / "runs" / f"{run.name}.log"
     log.parent.mkdir(parents=True, exist_ok=True)
@@ -35,7 +35,7 @@ def train(run: TrainingRun, directory: Path) -> dict[str, Any]:
         last = (log.read_text(errors="replace").strip().splitlines() or ["it said nothing"])[-1]
         raise Failure(f"training {run.name} ended with exit code {code}: {last[:300]} (all of it is in {log})")
     records = read_metrics(workdir)
-    losses = [{name: record[name] for name in _KEPT if record.get(name) is not None} for record in records]
+    losses = [to_json(from_json(record, Logged)) for record in records]
     return {"seconds": records[-1]["seconds"], "tokens": records[-1]["tokens"], "losses": losses}
 
 
