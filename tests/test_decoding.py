@@ -3,7 +3,9 @@
 import collections
 import dataclasses
 import functools
+import itertools
 import os
+import re
 
 import hypothesis
 import jax
@@ -145,6 +147,37 @@ def test_slots_are_written_in_the_order_that_is_asked_for():
 
 ALWAYS = {"slot": 0.0, "token": 0.0}  # every draft is accepted
 ONE_BY_ONE = {"slot": 1.0, "token": 0.0}  # so it is, and only one slot is planned at a time
+
+
+def test_which_slots_a_row_plans_is_what_the_docstring_draws():
+    """With room for everything, and without speculation."""
+    head, *lines = re.search(r"( *phase +remaining(?:.*\n){5})", SlotDecoder.choose_plan.__doc__)[1].splitlines()
+    starts = [head.index(name) for name in ("remaining", "drafts", "with an EOS", "plan with room", "without room")]
+    remaining, drafts, with_eos, *planned = (
+        np.array([[slot in line[start:end].split() for slot in "abcdefgh"] for line in lines])
+        for start, end in itertools.pairwise([*starts, None])
+    )
+    phase = jnp.array([{"plan": PLAN, "verify": VERIFY}[line.split()[0]] for line in lines])
+    model = tiny_model()
+    for speculate, expected in zip(("1000", "0"), planned, strict=True):
+        own = DecodeSettings(max_new_tokens=16, slot_size=2, serial_blocks=2, speculate=speculate)
+        requests = prepare([Request([BOS, 5])] * len(lines), own, model.config)
+        decoder = decoder_for(requests, model.config)
+        layout, keys = decoder.lay_out(requests), jax.random.split(jax.random.key(0), len(lines))
+
+        @jax.jit
+        def choose(layout, keys, decoder=decoder):
+            s = decoder.init(model, layout, keys)
+            drafted = jnp.where(with_eos[:, :4, None], EOS, s.work.drafts)
+            work = s.work.replace(phase=phase, chosen=jnp.array(drafts[:, :4]), drafts=drafted)
+            s = s.replace(work=work, remaining=jnp.array(remaining[:, :4]))
+            here, following = (s.places.block(s.block + i, 4) for i in (0, 1))
+            sizes = decoder.sizes(model, len(lines))
+            return here, *decoder.choose_plan(s, decoder.needs(work, here), here, following, sizes)
+
+        here, plan_block, found, _ = choose(layout, keys)
+        is_next = np.asarray(plan_block.start != here.start).all(axis=1)[:, None]
+        assert np.array_equal(np.hstack([found & ~is_next, found & is_next]), expected)
 
 
 @pytest.mark.parametrize("thresholds", [ALWAYS, ONE_BY_ONE])

@@ -191,26 +191,33 @@ class SlotDecoder(Decoder):
         """(the block of each row's masks, its planned slots; the shape to run).
 
         A row in the phase PLAN plans what remains of its block. Others may plan ahead if speculation has room: the
-        slots that remain if all their drafts are accepted or, if none remain, those of the following block.
+        slots that remain if all their drafts are accepted or, if none remain, those of the following block. Not after
+        a draft with an EOS: either it is rejected, or what follows it is not committed.
+
+        Example: the plans of rows whose serial blocks have four slots, a to d and then e to h:
+
+            phase    remaining   drafts   with an EOS   plan with room   without room
+            plan     a b c d                            a b c d          a b c d
+            verify   a b c d     b d                    a c
+            verify   b d         b d                    e f g h
+            verify   a b c d     b d      d
         """
-        is_planning = s.work.phase == PLAN
         rest = s.remaining & ~needs.chosen
         is_last = ~jnp.any(rest, axis=1)
         plan_block = select(is_last & needs.may_plan, following, here)
-        # After a draft with an EOS a plan is lost: either the EOS is rejected, or what follows it is not committed.
         has_eos = jnp.any(needs.chosen[:, :, None] & (s.work.drafts == self.ids.eos_id), axis=(1, 2))
-        may_plan = needs.may_plan & ~has_eos
-        next_slots = jnp.where(is_last[:, None], (following.size > 0) & ~s.ended[:, None], rest) & may_plan[:, None]
+        following_slots = (following.size > 0) & ~s.ended[:, None]
+        ahead = select(is_last, following_slots, rest) & (needs.may_plan & ~has_eos)[:, None]
+        planned = (s.work.phase == PLAN)[:, None] & s.remaining
 
-        planned = is_planning[:, None] & s.remaining
         needed = jnp.sum(needs.drafted + jnp.where(planned, here.size, 0) + jnp.sum(needs.masks, axis=2), axis=1)
-        next_plan = jnp.sum(jnp.where(next_slots, plan_block.size, 0), axis=1)
+        next_plan = jnp.sum(jnp.where(ahead, plan_block.size, 0), axis=1)
         requested = jnp.where((s.settings.budget != 0) & (needed + next_plan <= self.width), next_plan, 0)
         is_auto, shards = s.settings.budget < 0, sizes.shards
         budget = jnp.where(is_auto, sizes.free, s.settings.budget)
         pays = jnp.where(is_auto, worthwhile(sizes.free, s.plan_hits, s.plan_misses, s.active, shards), 0)
         shape, is_granted = choose(needed, requested, budget, pays, sizes.shapes, shards)
-        return plan_block, planned | next_slots & (is_granted & (requested > 0))[:, None], shape
+        return plan_block, planned | ahead & (is_granted & (requested > 0))[:, None], shape
 
     def commit(
         self, s: SlotState, drafts: Int32[Array, "B M K"], committed: Bool[Array, "B M K"], following: Block, feed: Feed
