@@ -2,11 +2,13 @@
 
 import dataclasses
 import re
+import textwrap
 
 import pytest
 
 from refusion_jax.distributed.chips import Calibration, find_chip, peak_flops
-from refusion_jax.planning.costs import GATHER_BY_SUM, Collective, Costs, Operation, count, keys_seen
+from refusion_jax.planning import costs
+from refusion_jax.planning.costs import GATHER_BY_SUM, Collective, Costs, Operation, count, first_group, keys_seen
 from refusion_jax.planning.estimate import estimate
 from refusion_jax.planning.hlo import parse
 
@@ -118,34 +120,26 @@ def test_only_an_asynchronous_collective_overlaps_with_arithmetic():
 @pytest.mark.parametrize("taken_from", ["table", "turned", "turned_here"])
 def test_a_fusion_reads_only_the_slices_it_takes_and_writes_in_place(taken_from):
     """Also from a table in another layout, which TPU7x's compiler makes inside of the fusion."""
-    text = """
+    example = textwrap.dedent(costs.__doc__[costs.__doc__.index("    %fused") :])
+    turn = """
 %turn (own: f32[100,8]) -> f32[100,8] {
   %own = f32[100,8]{1,0} parameter(0)
   ROOT %copied = f32[100,8]{0,1} copy(%own)
 }
 
-%fused (table: f32[100,8], at: s32[], new: f32[1,8]) -> f32[100,8] {
-  %table = f32[100,8]{1,0} parameter(0)
-  %at = s32[] parameter(1)
-  %new = f32[1,8]{1,0} parameter(2)
-  %zero = s32[] constant(0)
-  %turned = f32[100,8]{0,1} fusion(%table), kind=kLoop, calls=%turn
-  %turned_here = f32[100,8]{0,1} copy(%table)
-  %old = f32[1,8]{1,0} dynamic-slice(%TAKEN_FROM, %at, %zero), dynamic_slice_sizes={1,8}
-  %sum = f32[1,8]{1,0} add(%old, %new)
-  ROOT %put = f32[100,8]{1,0} dynamic-update-slice(%TAKEN_FROM, %sum, %at, %zero)
-}
-
-ENTRY %main (t: f32[100,8], i: s32[], n: f32[1,8]) -> f32[100,8] {
-  %t = f32[100,8]{1,0} parameter(0)
-  %i = s32[] parameter(1)
-  %n = f32[1,8]{1,0} parameter(2)
-  ROOT %f = f32[100,8]{1,0} fusion(%t, %i, %n), kind=kLoop, calls=%fused
-}
 """
-    costs = count(parse(text.replace("TAKEN_FROM", taken_from)), chips_per_slice=1)
-    row = 8 * 4
-    assert costs.bytes == row + 4 + row + row  # the old row, the index, what is added, the new row
+    turned = "  %turned = f32[100,8]{0,1} fusion(%table), kind=kLoop, calls=%turn\n"
+    turned += "  %turned_here = f32[100,8]{0,1} copy(%table)\n"
+    text = turn + example.replace("(%table,", f"(%{taken_from},").replace("  %old", f"{turned}  %old")
+    moved = re.search(r"moves ([\d +]+) bytes", costs.__doc__)[1]
+    assert count(parse(text), chips_per_slice=1).bytes == sum(map(int, moved.split(" + ")))
+
+
+def test_groups_of_chips_are_read_as_the_docstring_says():
+    drawn = re.findall(r"^ +(\w+=\S+(?: \{.*?\})?)  +(\d+) (\d+)", first_group.__doc__, re.MULTILINE)
+    assert len(drawn) == 5
+    for attribute, *chips in drawn:
+        assert first_group(f", channel_id=1, {attribute}, use_global_device_ids=true") == [*map(int, chips)]
 
 
 def test_a_step_takes_its_operations_and_the_collectives_that_nothing_hides():

@@ -7,18 +7,37 @@ chosen. Attention kernels are opaque to XLA. They are counted as if every row we
 the names of ours say how many tiles that is, those of other programs are assumed to work on all tiles on or below the
 diagonal. Other kernels count with the costs that they declare. Ragged products of experts are counted as if all experts
 were equally loaded.
+
+Of a fusion only what it reads and writes goes through memory. The one below adds a row to a row of a table, in place,
+and moves 32 + 4 + 32 + 32 bytes: the old row, which is all that it takes of the table, the index, the row to add, and
+the new row.
+
+    %fused (table: f32[100,8], at: s32[], new: f32[1,8]) -> f32[100,8] {
+      %table = f32[100,8]{1,0} parameter(0)
+      %at = s32[] parameter(1)
+      %new = f32[1,8]{1,0} parameter(2)
+      %zero = s32[] constant(0)
+      %old = f32[1,8]{1,0} dynamic-slice(%table, %at, %zero), dynamic_slice_sizes={1,8}
+      %sum = f32[1,8]{1,0} add(%old, %new)
+      ROOT %put = f32[100,8]{1,0} dynamic-update-slice(%table, %sum, %at, %zero)
+    }
+
+    ENTRY %main (t: f32[100,8], i: s32[], n: f32[1,8]) -> f32[100,8] {
+      %t = f32[100,8]{1,0} parameter(0)
+      %i = s32[] parameter(1)
+      %n = f32[1,8]{1,0} parameter(2)
+      ROOT %f = f32[100,8]{1,0} fusion(%t, %i, %n), kind=kLoop, calls=%fused
+    }
 """
 
 import dataclasses
 import math
 import re
-from collections.abc import Iterator
 from typing import NamedTuple
 
 import numpy as np
 
-from refusion_jax.planning import hlo
-from refusion_jax.planning.hlo import Computation, Instruction, Module
+from refusion_jax.planning.hlo import Computation, Instruction, Module, trip_count
 
 GATHER_BY_SUM = "all-reduce for a gather"  # a sum of arrays that are zero outside each chip's part: twice the traffic
 _COLLECTIVES = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute", "ragged-all-to-all")
@@ -112,14 +131,14 @@ class _Counter:
     def of(self, name: str) -> Costs:
         if name not in self._known:
             computation = self._module.computations[name]
-            self._known[name] = add([self._instruction(computation, i) for i in computation.instructions.values()])
+            self._known[name] = add([self._instruction(i) for i in computation.instructions.values()])
         return self._known[name]
 
-    def _instruction(self, computation: Computation, i: Instruction) -> Costs:
+    def _instruction(self, i: Instruction) -> Costs:
         if i.opcode in _FREE:
             return Costs()
         if i.opcode == "while":
-            trips = hlo.trip_count(self._module, computation, i)
+            trips = trip_count(self._module, i)
             return self.of(i.attribute("body")).times(1 if trips is None else trips)
         if i.opcode == "conditional":
             return max((self.of(branch) for branch in i.branches), key=lambda cost: (cost.flops, cost.bytes))
@@ -130,29 +149,29 @@ class _Counter:
         if i.opcode == "async-start":
             return add([self.of(name).overlapped() for name in i.called])
         if kind := collective_kind(i):
-            return Costs(collectives=(self._collective(kind, computation, i),))
+            return Costs(collectives=(self._collective(kind, i),))
         if i.opcode == "fusion":
-            return self._fusion(computation, i)
-        size = sum(s.bytes for s in (*i.shapes, *_operand_shapes(computation, i)) if s.in_hbm)
-        if kernel := _kernel(computation, i, size):
-            return Costs((kernel._replace(flops=_flops(computation, i)),))
+            return self._fusion(i)
+        size = sum(s.bytes for s in (*i.shapes, *i.operand_shapes) if s.in_hbm)
+        if kernel := _kernel(i, size):
+            return Costs((kernel._replace(flops=_flops(i)),))
         if i.opcode in ("dynamic-slice", "slice", "gather", "slice-start"):
             size = 2 * sum(s.bytes for s in i.shapes[:1])
         elif i.opcode == "dynamic-update-slice":
-            size = 2 * sum(s.bytes for s in computation.instructions[i.operands[1]].shapes)
+            size = 2 * sum(s.bytes for s in i.operands[1].shapes)
         elif i.opcode == "copy-start":
             size = sum(s.bytes for s in i.shapes[:2] if s.in_hbm)
         elif i.opcode == "custom-call" and "tpu_custom_call" not in i.attributes:
             size = 0.0  # AllocateBuffer and the like
-        return Costs((Operation(1, _flops(computation, i), size, narrow=_narrow(computation, i)),))
+        return Costs((Operation(1, _flops(i), size, narrow=_narrow(i)),))
 
     def _inside(self, fusion: Instruction) -> Computation:
         return self._module.computations[fusion.attribute("calls")]
 
-    def _fusion(self, computation: Computation, i: Instruction) -> Costs:
+    def _fusion(self, i: Instruction) -> Costs:
         """A fusion is one operation: only what it reads and writes goes through memory."""
         inside = self._inside(i)
-        nested = [self._fused(inside, j) for j in inside.instructions.values()]
+        nested = [self._fused(j) for j in inside.instructions.values()]
         if inside.name.startswith("async_collective_fusion") or i.name.startswith("async-collective-done"):
             # Steps of a collective that overlaps with arithmetic; it is counted where it starts.
             nested = [dataclasses.replace(part, collectives=()) for part in nested]
@@ -160,48 +179,47 @@ class _Counter:
             nested = [part.overlapped(fused=True) for part in nested]
         if "all-reduce-scatter" in i.name or "all-reduce-scatter" in inside.name:
             reduce = next(j for j in inside.instructions.values() if j.opcode.startswith("all-reduce"))
-            return Costs(collectives=(self._collective("reduce-scatter", inside, reduce),))
+            return Costs(collectives=(self._collective("reduce-scatter", reduce),))
         flops = sum(part.flops for part in nested)
         narrow = next((o.narrow for part in nested for o in part.operations if o.narrow), "")
-        size = sum(self._read(inside, n, computation.instructions[name]) for n, name in enumerate(i.operands))
+        size = sum(self._read(inside, n, operand) for n, operand in enumerate(i.operands))
         size += self._written(inside, i)
         inner = [Costs(collectives=part.collectives) for part in nested]
         return add([*inner, Costs((Operation(1, flops, size, narrow=narrow),))])
 
-    def _fused(self, inside: Computation, j: Instruction) -> Costs:
+    def _fused(self, j: Instruction) -> Costs:
         if j.opcode == "fusion":
-            deeper = self._inside(j)
-            return add([self._fused(deeper, k) for k in deeper.instructions.values()])
+            return add([self._fused(k) for k in self._inside(j).instructions.values()])
         if kind := collective_kind(j):
-            return Costs(collectives=(self._collective(kind, inside, j),))
-        return Costs((Operation(1, _flops(inside, j), 0, narrow=_narrow(inside, j)),))
+            return Costs(collectives=(self._collective(kind, j),))
+        return Costs((Operation(1, _flops(j), 0, narrow=_narrow(j)),))
 
     def _read(self, inside: Computation, number: int, operand: Instruction) -> float:
         """Bytes of an operand that a fusion reads from HBM; only the slices if it takes slices."""
         if number not in inside.parameters:
             return 0.0
         full = sum(s.bytes for s in operand.shapes if s.in_hbm)
-        return min(full, self._taken(inside, inside.parameters[number].name))
+        return min(full, self._taken(inside, inside.parameters[number]))
 
-    def _taken(self, inside: Computation, name: str) -> float:
+    def _taken(self, inside: Computation, value: Instruction) -> float:
         """Bytes of a value that its users in a fusion need; infinite if one of them needs all of it."""
-        users = (i for i in inside.instructions.values() if name in i.operands)
-        return sum((self._needed(inside, name, user) for user in users), 0.0)
+        users = (i for i in inside.instructions.values() if value in i.operands)
+        return sum((self._needed(inside, value, user) for user in users), 0.0)
 
-    def _needed(self, inside: Computation, name: str, user: Instruction) -> float:
+    def _needed(self, inside: Computation, value: Instruction, user: Instruction) -> float:
         """Bytes of a value that one of its users in a fusion needs."""
-        if user.opcode in ("dynamic-slice", "slice", "gather") and user.operands[0] == name:
+        if user.opcode in ("dynamic-slice", "slice", "gather") and user.operands[0] is value:
             return user.shapes[0].bytes
-        if user.opcode == "dynamic-update-slice" and user.operands[0] == name:
+        if user.opcode == "dynamic-update-slice" and user.operands[0] is value:
             return 0.0  # updated in place
         if collective_kind(user) or (user.is_root and user.opcode == "tuple"):
             return 0.0  # passed on
         if self._is_copy(user) and not user.is_root:
-            return self._taken(inside, user.name)
+            return self._taken(inside, user)
         if user.opcode == "fusion":
             deeper = self._inside(user)
-            numbers = (n for n, operand in enumerate(user.operands) if operand == name)
-            return sum(self._taken(deeper, deeper.parameters[n].name) for n in numbers if n in deeper.parameters)
+            own = (deeper.parameters.get(n) for n, operand in enumerate(user.operands) if operand is value)
+            return sum(self._taken(deeper, parameter) for parameter in own if parameter)
         return math.inf
 
     def _is_copy(self, i: Instruction) -> bool:
@@ -213,26 +231,24 @@ class _Counter:
     def _written(self, inside: Computation, i: Instruction) -> float:
         """Bytes that a fusion writes to HBM."""
         total, is_tuple = 0.0, inside.root.opcode == "tuple"
-        for name, shape in zip(inside.root.operands if is_tuple else [inside.root.name], i.shapes, strict=False):
-            value = inside.instructions[name]
+        for value, shape in zip(inside.root.operands if is_tuple else [inside.root], i.shapes, strict=False):
             passed_on = is_tuple and (value.opcode == "parameter" or collective_kind(value))
-            total += self._stored(inside, value) if shape.in_hbm and not passed_on else 0.0
+            total += self._stored(value) if shape.in_hbm and not passed_on else 0.0
         return total
 
-    def _stored(self, inside: Computation, value: Instruction) -> float:
+    def _stored(self, value: Instruction) -> float:
         """Bytes written for a value; for an update in place, those of the update."""
         if value.opcode == "dynamic-update-slice":
-            return inside.instructions[value.operands[1]].shapes[0].bytes
+            return value.operands[1].shapes[0].bytes
         if value.opcode == "bitcast":
-            return self._stored(inside, inside.instructions[value.operands[0]])
+            return self._stored(value.operands[0])
         if value.opcode == "fusion":
-            deeper = self._inside(value)
-            return self._stored(deeper, deeper.root)
+            return self._stored(self._inside(value).root)
         return sum(s.bytes for s in value.shapes)
 
-    def _collective(self, kind: str, computation: Computation, i: Instruction) -> Collective:
-        size = sum(s.bytes for s in _operand_shapes(computation, i))  # the input of a chip
-        if kind == "all-reduce" and any(self._is_part_among_zeros(computation, name) for name in i.operands):
+    def _collective(self, kind: str, i: Instruction) -> Collective:
+        size = sum(s.bytes for s in i.operand_shapes)  # the input of a chip
+        if kind == "all-reduce" and any(map(self._is_part_among_zeros, i.operands)):
             kind = GATHER_BY_SUM
         group = first_group(i.attributes)
         n = len(group) if group else 2
@@ -242,15 +258,13 @@ class _Counter:
         crosses = len({device // self._chips_per_slice for device in group}) > 1
         return Collective(kind, "dcn" if crosses else "ici", 1, i.opcode.endswith("-start"), received if n > 1 else 0.0)
 
-    def _is_part_among_zeros(self, computation: Computation, name: str) -> bool:
+    def _is_part_among_zeros(self, value: Instruction) -> bool:
         """Whether a value is one slice written into an array that is otherwise the same on all chips."""
-        value = computation.instructions.get(name)
-        while value is not None and value.opcode in ("bitcast", "copy"):
-            value = computation.instructions.get(value.operands[0])
-        if value is not None and value.opcode == "fusion":
-            inside = self._inside(value)
-            return self._is_part_among_zeros(inside, inside.root.name)
-        return value is not None and value.opcode == "dynamic-update-slice"
+        while value.opcode in ("bitcast", "copy"):
+            value = value.operands[0]
+        if value.opcode == "fusion":
+            return self._is_part_among_zeros(self._inside(value).root)
+        return value.opcode == "dynamic-update-slice"
 
 
 def collective_kind(i: Instruction) -> str | None:
@@ -260,7 +274,14 @@ def collective_kind(i: Instruction) -> str | None:
 
 
 def first_group(attributes: str) -> list[int]:
-    """The first group, or the first pair, of chips that a collective connects."""
+    """The first group, or the first pair, of chips that a collective connects; empty if it names none.
+
+    source_target_pairs={{1,0},{0,1}}                         1 0
+    replica_groups={{0,2},{1,3}}                              0 2
+    replica_groups=[2,2]<=[4]                                 0 1        range(4) as [2, 2], whose rows are groups
+    replica_groups=[2,2]<=[2,2]T(1,0)                         0 2        the same of its transpose
+    replica_groups=mesh['x'=2,'y'=2] {'y'}                    0 1        along an axis of a mesh
+    """
     if found := re.search(r"source_target_pairs=\{\{(\d+),(\d+)\}", attributes):
         return [int(found[1]), int(found[2])]
     if found := re.search(r"replica_groups=\{\{([\d,]+)\}", attributes):
@@ -277,34 +298,28 @@ def first_group(attributes: str) -> list[int]:
     return []
 
 
-def _operand_shapes(computation: Computation, i: Instruction) -> Iterator[hlo.Shape]:
-    for name in i.operands:
-        if name in computation.instructions:
-            yield from computation.instructions[name].shapes
-
-
-def _flops(computation: Computation, i: Instruction) -> float:
+def _flops(i: Instruction) -> float:
     if i.opcode in ("convolution", "dot"):
-        sizes = [computation.instructions[name].shapes[0].elements for name in i.operands[:2]]
+        sizes = [operand.shapes[0].elements for operand in i.operands[:2]]
         batch = _batch(i.attributes)
         return 2 * math.sqrt(math.prod(sizes) * i.shapes[0].elements / batch)
     if i.name.startswith(_RAGGED):  # [M, K] x [E, K, N]; shapes of its gradients multiply to the same
-        arrays = [*(s for s in _operand_shapes(computation, i) if s.dtype in ("bf16", "f32")), i.shapes[0]]
+        arrays = [*(s for s in i.operand_shapes if s.dtype in ("bf16", "f32")), i.shapes[0]]
         experts = max(s.dims[0] for s in arrays if len(s.dims) == 3)
         named = re.search(r"\bpairs_(\d+)_of_(\d+)\b", i.attributes)  # as model/experts.py calls it
         share = int(named[1]) / int(named[2]) if named else 1
         return share * 2 * math.sqrt(math.prod(s.elements for s in arrays) / experts)
-    kernel = _kernel(computation, i, 0.0)
+    kernel = _kernel(i, 0.0)
     return kernel.flops if kernel else 0.0
 
 
-def _narrow(computation: Computation, i: Instruction) -> str:
-    dtypes = [shape.dtype for shape in _operand_shapes(computation, i)][:2]
+def _narrow(i: Instruction) -> str:
+    dtypes = [shape.dtype for shape in i.operand_shapes[:2]]
     is_narrow = i.opcode in ("convolution", "dot") and dtypes in ([dtype] * 2 for dtype in _NARROW)
     return dtypes[0] if is_narrow else ""
 
 
-def _kernel(computation: Computation, i: Instruction, size: float) -> Operation | None:
+def _kernel(i: Instruction, size: float) -> Operation | None:
     """An attention kernel, which moves `size` bytes, or another kernel that declares its costs; otherwise None."""
     if i.opcode != "custom-call":
         return None
@@ -313,7 +328,7 @@ def _kernel(computation: Computation, i: Instruction, size: float) -> Operation 
     if name is None:
         declared = dict(re.findall(r'"(flops|bytes_accessed)":"(\d+)"', i.attributes))
         return Operation(1, float(declared["flops"]), float(declared["bytes_accessed"])) if declared else None
-    query, key = [s.dims for s in _operand_shapes(computation, i) if s.dtype in ("bf16", "f32")][:2]  # [..., T, H]
+    query, key = [s.dims for s in i.operand_shapes if s.dtype in ("bf16", "f32")][:2]  # [..., T, H]
     tiles = {key: int(size) for key, size in re.findall(r'\\"(block_\w+)\\": (\d+)', head)}
     suffix = name.removeprefix("splash_mha").removesuffix("_fwd")
     sides = tiles.get(f"block_q{suffix}", 1), tiles.get(f"block_kv{suffix}", 1)

@@ -1,6 +1,7 @@
 """Parses optimized HLO text: computations, instructions, shapes and loop counts."""
 
 import dataclasses
+import functools
 import math
 import re
 
@@ -29,16 +30,33 @@ class Shape:
         return self.elements * (int(re.sub(r"\D", "", self.dtype)) / 8 if width is None else width)
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class Instruction:
-    """One line of a computation."""
+    """One line of a computation. For example, the fields of the last line of
+
+        %x = f32[4,8]{1,0} parameter(0)
+        %w = f32[8,8]{1,0} parameter(1)
+        ROOT %y = f32[4,8]{1,0} dot(%x, %w), lhs_contracting_dims={1}, rhs_contracting_dims={0}
+
+    are "y", "f32[4,8]{1,0}", "dot", the instructions x and w, no literal, the text from the comma on, and True.
+    """
 
     name: str
+    type: str  # of its result, as printed
     opcode: str
-    shapes: tuple[Shape, ...]  # of its result, flattened
-    operands: tuple[str, ...]  # names; for constants and parameters, the text in the parentheses
+    operands: tuple["Instruction", ...] = dataclasses.field(repr=False)
+    literal: str  # of a constant or a parameter, the text in the parentheses
     attributes: str  # everything after the operands
     is_root: bool
+
+    @functools.cached_property
+    def shapes(self) -> tuple[Shape, ...]:
+        """The arrays of its result, those of a tuple in sequence."""
+        return shapes(self.type)
+
+    @property
+    def operand_shapes(self) -> list[Shape]:
+        return [shape for operand in self.operands for shape in operand.shapes]
 
     def attribute(self, key: str) -> str | None:
         """The name in an attribute such as body=%name."""
@@ -79,7 +97,7 @@ class Computation:
 
     @property
     def parameters(self) -> dict[int, Instruction]:
-        return {int(i.operands[0]): i for i in self.instructions.values() if i.opcode == "parameter"}
+        return {int(i.literal): i for i in self.instructions.values() if i.opcode == "parameter"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,49 +110,43 @@ class Module:
 
 def parse(text: str) -> Module:
     """Parses a program as printed by XLA; ValueError if the text has none."""
-    computations, entry, name, found, types = {}, None, None, {}, {}
+    computations, entry, name, found = {}, None, None, {}
     text = re.sub(r"(kernel_metadata=\{)\n(.*)\n\}", r"\1\2}", text)  # the only attribute with line breaks
     for line in text.splitlines():
         if header := _HEADER.match(line):
-            name, found, types = header[2], {}, {}
+            name, found = header[2], {}
             entry = name if header[1] else entry
         elif line.startswith("}") and name:
             computations[name] = Computation(name, found)
             name = None
         elif name and (match := _INSTRUCTION.match(line)):
-            types[match[2]], instruction = _instruction(match[2], match[3], is_root=bool(match[1]))
-            found |= _elements(instruction, types)
-            found[match[2]] = instruction
+            found[match[2]] = _instruction(match[2], match[3], bool(match[1]), found)
     if entry is None:
         raise ValueError("the text holds no HLO program")
     return Module(computations, entry)
 
 
-def _instruction(name: str, text: str, is_root: bool) -> tuple[str, Instruction]:
-    """(type of the result, instruction)."""
+def _instruction(name: str, text: str, is_root: bool, found: dict[str, Instruction]) -> Instruction:
+    """The instruction in a line, after those that were found in the lines before it."""
     end = _closing(text, 0) + 1 if text.startswith("(") else text.index(" ")
-    result, rest = text[:end], text[end:].lstrip()
+    rest = text[end:].lstrip()
     opening = rest.index("(")
     closing = _closing(rest, opening)
-    inside = rest[opening + 1 : closing]
-    opcode = rest[:opening]
-    operands = (inside,) if opcode in ("parameter", "constant") else tuple(re.findall(r"%([\w.\-#]+)", inside))
-    return result, Instruction(name, opcode, shapes(result), operands, rest[closing + 1 :], is_root)
+    opcode, inside = rest[:opening], rest[opening + 1 : closing]
+    has_literal = opcode in ("parameter", "constant")
+    named = [] if has_literal else re.findall(r"%([\w.\-#]+)", inside)
+    operands = tuple(operand for name in named if (operand := _operand(name, found)))
+    return Instruction(name, text[:end], opcode, operands, inside * has_literal, rest[closing + 1 :], is_root)
 
 
-def _elements(instruction: Instruction, types: dict[str, str]) -> dict[str, Instruction]:
-    """The get-tuple-element instructions for operands that jax 0.12 writes as %tuple#index."""
-    made = {}
-    for operand in instruction.operands if instruction.opcode not in ("parameter", "constant") else ():
-        parent, *indices = operand.split("#")
-        for index in indices:
-            name = f"{parent}#{index}"
-            types[name] = _split(types[parent])[int(index)]
-            made[name] = Instruction(
-                name, "get-tuple-element", shapes(types[name]), (parent,), f", index={index}", is_root=False
-            )
-            parent = name
-    return made
+def _operand(name: str, found: dict[str, Instruction]) -> Instruction | None:
+    """The instruction of this name; of %tuple#index, as jax 0.12 writes it, the get-tuple-element, which is added."""
+    name, *indices = name.split("#")
+    for index in indices:
+        whole, name = found[name], f"{name}#{index}"
+        element = _split(whole.type)[int(index)]
+        found[name] = Instruction(name, element, "get-tuple-element", (whole,), "", f", index={index}", is_root=False)
+    return found.get(name)
 
 
 def _split(tuple_type: str) -> list[str]:
@@ -167,40 +179,40 @@ def shapes(text: str) -> tuple[Shape, ...]:
     )
 
 
-def trip_count(module: Module, caller: Computation, loop: Instruction) -> int | None:
+def trip_count(module: Module, loop: Instruction) -> int | None:
     """How often the body of a while loop runs, or None if that depends on the data.
 
-    Loops over arrays compile to a counter that is compared with a constant; its first value and its step are read.
+    Loops over arrays compile to a counter that is compared with a constant; its first value and its step are read. This
+    one runs for the counters 3, 5, 7, 9 and 11:
+
+        of its input      %three = s32[] constant(3)             %begin = (s32[], ...) tuple(%three, ...)
+        of its condition  %limit = s32[] constant(13)            ROOT %less = pred[] compare(%i, %limit), direction=LT
+        of its body       %next = s32[] add(%i, %two)            ROOT %out = (s32[], ...) tuple(%next, ...)
     """
-    condition = module.computations[loop.attribute("condition")]
-    compare = condition.root
+    compare = module.computations[loop.attribute("condition")].root
     if compare.opcode != "compare" or "direction=LT" not in compare.attributes:
         return None
-    counter, limit = (condition.instructions[name] for name in compare.operands)
+    counter, limit = compare.operands
     if counter.opcode != "get-tuple-element" or limit.opcode != "constant":
         return None
     index = int(re.search(r"index=(\d+)", counter.attributes)[1])
-    first = _constant(caller, caller.instructions[loop.operands[0]], index)
-    body = module.computations[loop.attribute("body")]
-    step = _step(body, index)
-    return math.ceil((int(limit.operands[0]) - first) / step)
+    first = _constant(loop.operands[0], index)
+    step = _step(module.computations[loop.attribute("body")].root, index)
+    return math.ceil((int(limit.literal) - first) / step)
 
 
-def _constant(computation: Computation, values: Instruction, index: int) -> int:
+def _constant(values: Instruction, index: int) -> int:
     """The first value of a loop counter; if it is not a literal constant 0, as in most loops."""
     if values.opcode != "tuple":
         return 0
-    value = computation.instructions[values.operands[index]]
+    value = values.operands[index]
     while value.opcode in ("copy", "bitcast", "copy-done", "copy-start"):
-        value = computation.instructions[value.operands[0]]
-    return int(value.operands[0]) if value.opcode == "constant" and value.operands[0].isdigit() else 0
+        value = value.operands[0]
+    return int(value.literal) if value.opcode == "constant" and value.literal.isdigit() else 0
 
 
-def _step(body: Computation, index: int) -> int:
+def _step(root: Instruction, index: int) -> int:
     """The increment of a loop counter; 1 if it is not written as an addition of a constant."""
-    root = body.root
-    value = body.instructions[root.operands[index]] if root.opcode == "tuple" else root
-    if value.opcode != "add":
-        return 1
-    steps = [body.instructions[name] for name in value.operands if body.instructions[name].opcode == "constant"]
-    return int(steps[0].operands[0]) if steps else 1
+    value = root.operands[index] if root.opcode == "tuple" else root
+    steps = [int(operand.literal) for operand in value.operands if operand.opcode == "constant"]
+    return steps[0] if value.opcode == "add" and steps else 1

@@ -121,7 +121,7 @@ def decoding_loop(module: hlo.Module) -> str:
     """
     entry = module.computations[module.entry]
     loops = [i for i in entry.instructions.values() if i.opcode == "while"]
-    return [i.attribute("body") for i in loops if hlo.trip_count(module, entry, i) is None][-1]
+    return [i.attribute("body") for i in loops if hlo.trip_count(module, i) is None][-1]
 
 
 def _program(what: str, topology: str, slices: int, devices: int, compiled: Compiled, costs: Costs) -> dict:
