@@ -13,6 +13,7 @@ adapters of a run. An exported run has a model card, README.md, which says how t
 import contextlib
 import functools
 import math
+import os
 from collections.abc import Iterator
 
 import jax
@@ -29,7 +30,7 @@ from refusion_jax.cli.paths import is_remote
 from refusion_jax.cli.progress import track
 from refusion_jax.config.model_card import model_card
 from refusion_jax.distributed import sharding
-from refusion_jax.distributed.storage import absolute, read_file, remove, write_file
+from refusion_jax.distributed.storage import absolute, read_file, remove, try_lock, write_file
 from refusion_jax.model import huggingface, huggingface_config, peft
 from refusion_jax.model.transformer import abstract_transformer
 from refusion_jax.systems.interface import SHARED_CODE
@@ -88,24 +89,28 @@ def to_huggingface(source: epath.Path, target: epath.Path, dtype: str) -> None:
 def created(target: epath.Path) -> Iterator[epath.Path]:
     """A directory that becomes the target once everything is written to it; after an error nothing is left.
 
-    In an object store it is the target: there the file written last, config.json or model.json, marks a whole one.
+    What a killed call has left there is deleted first. In an object store it is the target: there the file written
+    last, config.json or model.json, marks a whole one.
     """
     partial = target
-    if not is_remote(target):
-        partial = next(path for path in target.parents if path.exists()) / f".{target.name}.partial"
+    with contextlib.ExitStack() as stack:
+        if not is_remote(target):
+            partial = next(path for path in target.parents if path.exists()) / f".{target.name}.partial"
+            partial.mkdir(exist_ok=True)
+            opened = os.open(partial, os.O_RDONLY)
+            stack.callback(os.close, opened)
+            if not try_lock(opened, partial):
+                raise UserError(f"--to={target}: another `convert` is writing {partial}")
+            for left in partial.iterdir():
+                left.rmtree() if left.is_dir() else left.unlink()
         try:
-            partial.mkdir()
-        except FileExistsError as error:
-            why = "another `convert` is writing it, or one that was killed has left it for you to delete"
-            raise UserError(f"--to={target}: {partial} is in the way: {why}") from error
-    try:
-        yield partial
-        if partial != target:
-            target.parent.mkdir(parents=True, exist_ok=True)
-            partial.rename(target)
-    except BaseException:
-        remove(partial)
-        raise
+            yield partial
+            if partial != target:
+                target.parent.mkdir(parents=True, exist_ok=True)
+                partial.rename(target)
+        except BaseException:
+            remove(partial)
+            raise
 
 
 def main() -> None:

@@ -1,6 +1,7 @@
 """A run in an object store, which gcsfs and tensorstore take for Google's, and one run at a time in a directory."""
 
 import contextlib
+import fcntl
 import json
 import os
 import re
@@ -339,11 +340,20 @@ def test_a_drill_is_refused_where_another_one_runs(tmp_path, held):
     assert {*tmp_path.rglob("*")} == before | {tmp_path / "drill" / "lock"}
 
 
-def test_a_conversion_writes_to_no_directory_that_another_is_writing_to(tmp_path, trained_run):
-    (tmp_path / ".out.partial").mkdir()
-    _, err = run("convert", f"--from={trained_run}", f"--to={tmp_path}/out", "--format=huggingface", code=2)
-    assert f"--to={tmp_path}/out: {tmp_path}/.out.partial is in the way: another `convert` is writing it, or" in err
-    assert [path.name for path in tmp_path.iterdir()] == [".out.partial"]
+def test_a_conversion_starts_again_where_one_was_killed_but_not_where_one_runs(tmp_path, trained_run):
+    flags = [f"--from={trained_run}", f"--to={tmp_path}/out", "--format=huggingface"]
+    (partial := tmp_path / ".out.partial").mkdir()
+    (partial / "tokenizer.json").write_text("{}")  # of another model
+    (partial / "custom_generate").mkdir()
+    holder = os.open(partial, os.O_RDONLY)
+    fcntl.flock(holder, fcntl.LOCK_EX)
+    _, err = run("convert", *flags, code=2)
+    assert f"--to={tmp_path}/out: another `convert` is writing {partial}" in err
+    assert len([*partial.iterdir()]) == 2
+    os.close(holder)
+    run("convert", *flags)
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+    assert not (tmp_path / "out/tokenizer.json").exists()
 
 
 def test_a_disk_that_is_full_is_told_by_a_conversion_which_leaves_nothing(tmp_path, trained_run, full_disk):
