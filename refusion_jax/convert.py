@@ -48,6 +48,9 @@ _DTYPE = flags.DEFINE_enum("dtype", None, ["float32", "bfloat16"], "Type of the 
 _MASK = flags.DEFINE_integer(
     "mask_token_id", None, "Id of the mask token; by default config.json's, or the tokenizer's (format=orbax)"
 )
+_OBJECTIVE = flags.DEFINE_string(
+    "objective", None, "System that trained the model, such as d2f; by default as its files say"
+)
 
 _TOKENIZER_FILES = (
     *("tokenizer.model", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"),
@@ -61,7 +64,9 @@ def mesh_over_all(hidden_size: int) -> jax.sharding.Mesh:
     return sharding.local_mesh(fsdp=parts)
 
 
-def to_orbax(source: epath.Path, target: epath.Path, dtype: str, mask_token_id: int | None) -> None:
+def to_orbax(
+    source: epath.Path, target: epath.Path, dtype: str, objective: str | None, mask_token_id: int | None
+) -> None:
     """Reads a Hugging Face directory, spread over all devices here, and writes checkpoints/0/ and model.json."""
     tokenizer = contents.find_tokenizer(source, mask_token_id)
     config = huggingface_config.read_model_config(source, tokenizer, mask_token_id, releases())
@@ -70,15 +75,16 @@ def to_orbax(source: epath.Path, target: epath.Path, dtype: str, mask_token_id: 
     _, params = abstract_transformer(config, dtype, mesh_over_all(config.hidden_size))
     params = huggingface.load_params(source, params, releases(), functools.partial(track, what="reading"))
     save_params(target, params)
-    write_model_config(target, config, contents.find_objective(source))
+    write_model_config(target, config, objective or contents.find_objective(source))
 
 
-def to_huggingface(source: epath.Path, target: epath.Path, dtype: str) -> None:
+def to_huggingface(source: epath.Path, target: epath.Path, dtype: str, objective: str | None) -> None:
     """Reads a model, spread over all devices here, and writes a Hugging Face directory.
 
     If the system has such a decoder, it includes custom_generate/, with which transformers decodes as the system does.
     """
-    mesh, objective = mesh_over_all(contents.read_model_config(source).hidden_size), contents.find_objective(source)
+    mesh = mesh_over_all(contents.read_model_config(source).hidden_size)
+    objective = objective or contents.find_objective(source)
     if objective in systems() and (code := systems()[objective].custom_generate):
         for file in (code / "generate.py", SHARED_CODE):
             write_file(target / "custom_generate" / file.name, read_file(file))
@@ -116,9 +122,12 @@ def created(target: epath.Path) -> Iterator[epath.Path]:
 def main() -> None:
     if None in (_FROM.value, _TO.value, _FORMAT.value):
         raise UserError("--from=DIR, --to=DIR and --format=orbax|huggingface|peft are needed; --help explains")
-    for flag, formats in ((_MASK, ("orbax",)), (_DTYPE, ("orbax", "huggingface"))):
+    written = ("orbax", "huggingface")
+    for flag, formats in ((_MASK, ("orbax",)), (_DTYPE, written), (_OBJECTIVE, written)):
         if flag.value is not None and _FORMAT.value not in formats:
             raise UserError(f"--{flag.name}={flag.value}: has no effect with --format={_FORMAT.value}")
+    if _OBJECTIVE.value not in {None, *systems()}:
+        raise UserError(f"--objective={_OBJECTIVE.value}: must be one of {', '.join(systems())}")
     source, target = epath.Path(_FROM.value), epath.Path(_TO.value)
     flag_values.check_output("to", target, directory=True)
     if _FORMAT.value == "orbax" and is_remote(target) and not _TO.value.startswith("gs://"):
@@ -140,7 +149,7 @@ def main() -> None:
             card = model_card(directory, int(source.name), target.name, _FORMAT.value)
             write_file(partial / "README.md", card)
         if _FORMAT.value == "orbax":
-            to_orbax(source, partial, dtype, _MASK.value)
+            to_orbax(source, partial, dtype, _OBJECTIVE.value, _MASK.value)
         elif _FORMAT.value == "peft":
             lora, trained, base = read_trained(source)
             if not huggingface_config.is_huggingface(base) or huggingface_config.read_config(base, releases()).names:
@@ -149,7 +158,7 @@ def main() -> None:
             # PEFT takes other names for names on the Hub.
             peft.write(partial, lora, trained, absolute(base), contents.find_objective(source))
         else:
-            to_huggingface(source, partial, dtype)
+            to_huggingface(source, partial, dtype, _OBJECTIVE.value)
     print(f"{target}: written")
 
 

@@ -144,6 +144,14 @@ def test_adapters_of_a_release_have_its_names_and_are_decoded_as_is_asked(load, 
     assert [choose_method(epath.Path(tmp_path), method) for method in (None, "d2f")] == ["llada", "d2f"]
     with pytest.raises(UserError, match="was trained with objective=llada"):
         choose_method(base, "d2f")
+    to = f"--to={tmp_path}/merged"
+    run("convert", "--format=huggingface", f"--from={tmp_path}", "--objective=d2f", to)
+    assert choose_method(tmp_path / "merged", None) == "d2f"
+    np.testing.assert_array_equal(*(load_model(path).layers.o_proj[...] for path in (tmp_path, tmp_path / "merged")))
+    assert (
+        "--objective=dd: must be one of "
+        in run("convert", "--format=orbax", f"--from={base}", "--objective=dd", to, code=2)[1]
+    )
 
 
 @pytest.mark.thorough
@@ -355,6 +363,12 @@ def test_a_model_that_has_learnt_to_read_a_mask_token_is_trained_on_with_it(tmp_
     (tmp_path / "plain.py").write_text("from refusion_jax.config import default_config as get_config\n")
     flags = [f"--config={tmp_path}/plain.py", f"--config.init_from={path}", f"--config.data.path={lines}"]
     assert "What is" in run("inspect_data", *flags, f"--workdir={tmp_path}")[0]
+
+
+def test_llama_is_also_read_by_the_first_spelling_of_its_class(tmp_path):
+    described = huggingface_config.describe(tiny_config(family="llama"), "float32")
+    (tmp_path / "config.json").write_text(json.dumps(described | {"architectures": ["LLaMAForCausalLM"]}))
+    assert huggingface_config.read_model_config(epath.Path(tmp_path)).family == "llama"
 
 
 @pytest.mark.parametrize("old", [{}, {"rope_theta": 5e5, "rope_scaling": {"type": "linear", "factor": 4.0}}])

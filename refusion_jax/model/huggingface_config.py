@@ -184,7 +184,8 @@ def _check_keys(file: epath.Path, given: dict[str, Any], family: Family, release
     """Refuses keys whose values we do not compute; of a release, also keys that we do not know."""
     fixed = {**family.activation, **family.fixed, **release.fixed, "quantization_config": None, "is_causal": True}
     fixed |= {key: None for key in _OF_KINDS if key not in family.defaults}
-    if given.get("architectures") and not is_released:  # other classes compute other things under a known model_type
+    classes = str(given.get("architectures") or [family.architecture]).replace("LLaMA", "Llama")  # once spelled so
+    if classes != str([family.architecture]) and not is_released:  # others compute other things under one model_type
         fixed = {"architectures": [family.architecture], **fixed}
     for key, value in fixed.items():
         if (said := given.get(key, family.defaults.get(key, value))) != value:
