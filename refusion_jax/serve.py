@@ -4,7 +4,7 @@
   curl http://127.0.0.1:8000/v1/completions -H 'Content-Type: application/json' -d '{"prompt": "Sort 7 3 9 1."}'
 
 GET / is a page for people, GET /docs lists the fields of requests, and refusion_jax/serving/README.md explains all
-routes. No field is ignored: the server does what it asks for, or refuses the request.
+routes. A field that would change the answer and is not supported is refused, never ignored.
 
 Requests share one batch of --decode.batch_size rows; none waits for the others to finish, and an answer depends only on
 its own request. The --decode flags are the defaults of requests, and set the sizes that are compiled:
