@@ -240,6 +240,23 @@ def test_every_link_leads_to_what_is_there(document):
         assert not anchor or anchor in anchors(target), f"{document} links to {link}"
 
 
+def words(text: str) -> set[str]:
+    return set(re.findall(r"\w+", text))
+
+
+SOURCES = [path for top in ("refusion_jax", "launch", "tests") for path in (ROOT / top).rglob("*.*")]
+NAMED = words(" ".join(path.read_text() for path in SOURCES if path.suffix in (".py", ".sh", ".html", ".json")))
+
+
+@pytest.mark.parametrize("document", [FRONT_DOOR, *ROADS], ids=lambda path: str(path.relative_to(ROOT)))
+def test_flags_keys_and_settings_that_prose_names_are_in_the_code(document):
+    """One that was renamed is found: its name, or a part of it, is in no source any more."""
+    prose, known = re.sub(r"```.*?```", "", document.read_text(), flags=re.DOTALL), NAMED.copy()
+    known.update(*map(words, blocks(document, "python")))
+    for name in re.findall(r"`(?:--(?:no)?)?([a-z][a-z0-9_.]*)(?:=[^`]*)?`", prose):
+        assert words(name) <= known, f"{document} names {name}"
+
+
 NOTEBOOKS = sorted((ROOT / "launch" / "notebooks").glob("*.ipynb"))
 
 
