@@ -1,11 +1,18 @@
 """Decodes requests as they arrive: one thread owns the batch on the device and reports to the callers.
 
-A row is free again as soon as its answer is complete: no answer waits for another one in the batch. Free rows go to the
-callers in turn, and the last one is kept for callers without a row, so that a caller with many long requests does not
-block the others. An answer depends only on its own request.
+The life of a request: `check` completes its settings, and `submit` queues its `Job`. The engine's thread repeats:
+
+1. It takes waiting jobs for the free rows, and the device prefills their prompts.
+2. The device begins to run some forward passes for all rows.
+3. Meanwhile the thread reports what it has read before.
+4. It waits for the device, and reads the answers that are finished, or watched by their callers. The rows of finished
+   answers, and of jobs that are over, are free again.
+
+A job is over once its finished answer is reported, its caller wants no more, or decoding fails. No answer waits for
+another one in the batch. Free rows go to the callers in turn, and the last one is kept for callers without a row, so
+that a caller with many long requests does not block the others. An answer depends only on its own request.
 """
 
-import collections
 import dataclasses
 import functools
 import math
@@ -58,7 +65,28 @@ class Job:
     is_over: bool = False  # answered, or no longer wanted
     cached: int = 0  # leading tokens of the prompt whose keys and values were cached
     caller: object = None  # the same for all jobs that were submitted together
+    turn: int = 0  # jobs wait in the order of their turns: each of a caller has the next one
     told: float = -math.inf  # time of the last report, by `time.monotonic`
+
+    def tell(self, answer: Answer, is_finished: bool) -> None:
+        """Reports an answer; the job is over if it is finished, or the caller wants no more."""
+        self.told = time.monotonic()
+        if not self.report(answer, is_finished) or is_finished:  # else it stays: the client may have left meanwhile
+            self.is_over = True
+
+    def give_up(self, error: Exception) -> None:
+        """Tells the caller that there will be no answer, or no more of it."""
+        self.is_over = True
+        self.fail(error)
+
+
+@dataclasses.dataclass(frozen=True)
+class Outcome:
+    """What the device has decoded of an answer, to be reported."""
+
+    job: Job
+    decoded: tuple[Any, ...]  # of `Progress.of`
+    is_finished: bool
 
 
 def sized(settings: Settings, model: ModelConfig, most: int = 2**31) -> Settings:
@@ -106,16 +134,10 @@ class Engine:
         whole = self.settings.multiple  # tokens that a decoder writes at once, even if a single one is asked for
         self._compiled = dataclasses.replace(self.settings, cache_length=settings.cache_length - 1 + whole)
         shortest = dataclasses.replace(self.settings, max_new_tokens=whole)
-        prompt = [0] * (settings.cache_length - 1)
         # The largest texts that are served, without a common prefix: they determine the compiled sizes.
-        self._largest = prepare(
-            [
-                Request(prompt, settings=shortest, grammar=grammar),
-                Request([1], settings=self.settings, grammar=grammar),
-            ],
-            self._compiled,
-            model.config,
-        )
+        longest_prompt = Request([0] * (settings.cache_length - 1), settings=shortest, grammar=grammar)
+        longest_answer = Request([1], settings=self.settings, grammar=grammar)
+        self._largest = prepare([longest_prompt, longest_answer], self._compiled, model.config)
         self._decoder = decoder = decoder_for(self._largest, model.config)
         self.fills_gaps = decoder.fills_gaps  # whether text after an answer may be given
         self._model, self._second, self._making, self._prefix_cache = model, None, threading.Lock(), prefix_cache
@@ -125,10 +147,11 @@ class Engine:
         self._empty = functools.partial(batch_type(decoder), model, decoder, self._largest[0], self.rows, blocks, True)
         self._batch = self._empty()
         self._drafts = np.zeros(2, np.int64)  # numbers of verified and of committed drafts
-        self._waiting: collections.deque[collections.deque[Job]] = collections.deque()  # those of each caller
+        self._waiting: list[Job] = []  # by turn
+        self._turn = 0  # the latest that a job in the batch has had
         self._rows: dict[int, Job] = {}
         self._taken: list[Job] = []  # being admitted, until the device has confirmed it
-        self._read: list[tuple[Job, Any, bool]] = []  # arguments of pending calls of `_report`
+        self._unreported: list[Outcome] = []
         self._changed = threading.Condition()
         self._started, self._is_closed = threading.Event(), False
         self.failure: Exception | None = None
@@ -138,8 +161,7 @@ class Engine:
     def load(self) -> dict[str, int]:
         """The numbers of rows, of rows that are decoding, and of waiting jobs."""
         with self._changed:
-            waiting = sum(not job.is_over for jobs in self._waiting for job in jobs)
-        own = {"rows": self.rows, "decoding": len(self._rows), "waiting": waiting}
+            own = {"rows": self.rows, "decoding": len(self._rows), "waiting": len(self._wanted())}
         return {name: count + self._second.load[name] for name, count in own.items()} if self._second else own
 
     @property
@@ -196,17 +218,19 @@ class Engine:
         with self._changed:
             if self._is_closed or self.failure:
                 raise BusyError("the server is about to end")
-            alive = [[job for job in own if not job.is_over] for own in self._waiting]  # the others' clients are gone
-            self._waiting = collections.deque(collections.deque(own) for own in alive if own)
-            waiting = sum(map(len, alive))
-            if jobs and waiting + len(jobs) > MOST_WAITING:
-                raise BusyError(f"{waiting} answers are waiting for a row, of at most {MOST_WAITING}")
-            if jobs:
-                own = collections.deque(jobs)
-                for job in jobs:
-                    job.caller = own
-                self._waiting.append(own)
+            waiting = self._wanted()
+            if jobs and len(waiting) + len(jobs) > MOST_WAITING:
+                raise BusyError(f"{len(waiting)} answers are waiting for a row, of at most {MOST_WAITING}")
+            caller = object()
+            for number, job in enumerate(jobs):
+                job.caller, job.turn = caller, self._turn + number
+            self._waiting = sorted([*waiting, *jobs], key=lambda job: job.turn)
             self._changed.notify()
+
+    def _wanted(self) -> list[Job]:
+        """The waiting jobs, without those that are over: their clients are gone."""
+        self._waiting = [job for job in self._waiting if not job.is_over]
+        return self._waiting
 
     def start(self, failed: Callable[[], None] = lambda: None) -> None:
         """Starts the thread, and waits until all is compiled; calls `failed` once if the engine fails for good."""
@@ -249,24 +273,85 @@ class Engine:
         batch.stop([row])
         batch.free.append(row)
 
+    def _decode(self) -> None:
+        """The loop of steps 1 to 4 in the life of a request, until the engine is closed."""
+        batch, rows = self._batch, self._rows
+        while (jobs := self._take()) is not None:
+            self._taken = jobs
+            for row, job in zip(batch.admit([job.request for job in jobs]), jobs, strict=True):
+                rows[row], job.cached = job, int(batch.known[row])
+            if rows:
+                by_forward = any(job.by_forward for job in rows.values())
+                # 0 forwards show what an admission commits.
+                batch.run(len(batch.free) + 1, int(not jobs) if by_forward else SOON if batch.free else LOOK)
+            self._report_all()
+            if rows:
+                self._look()
+
+    def _take(self) -> list[Job] | None:
+        """Waiting jobs for the free rows; waits for one if there is nothing else to do. None: the engine is closed."""
+        with self._changed:
+            while not (self._wanted() or self._rows or self._unreported or self._is_closed):
+                self._changed.wait()
+            if self._is_closed:
+                return None
+            if not (free := len(self._batch.free)):
+                return []
+            jobs = self._waiting[: free - 1]
+            served = {job.caller for job in (*self._rows.values(), *jobs)} if self.rows > 1 else ()
+            # The last free row is for callers that have none.
+            jobs += [job for job in self._waiting[free - 1 :] if job.caller not in served][:1]
+            self._waiting = [job for job in self._waiting if job not in jobs]
+            self._turn = max([self._turn, *(job.turn for job in jobs)])
+            return jobs
+
+    def _look(self) -> None:
+        """Waits for the device; keeps what is to be reported, and frees the rows that have ended."""
+        progress, self._taken, now = self._batch.look(), [], time.monotonic()
+        self._drafts += progress.drafts.sum(axis=0)
+        ended = []
+        for row, job in [*self._rows.items()]:
+            if row in self._batch.failed and not job.is_over:
+                job.give_up(self._batch.failed[row])
+            is_finished, is_over = not progress.active[row], job.is_over  # which other threads may set meanwhile
+            is_due = job.by_forward or (job.is_watched and now - job.told >= OFTEN)
+            if not is_over and (is_finished or is_due):
+                self._unreported.append(Outcome(job, progress.of(row), is_finished))
+            if is_finished or is_over:
+                del self._rows[row]
+                ended.append(row)
+        self._batch.stop([row for row in ended if progress.active[row]])
+        self._batch.free += ended
+
+    def _report_all(self) -> None:
+        """Reports what was read; a fault of one answer must not affect others."""
+        for outcome in self._unreported:
+            job = outcome.job
+            if job.is_over:
+                continue
+            try:
+                answer = read_answer(job.request, *outcome.decoded, self._decoder.ids, not outcome.is_finished)
+                job.tell(answer, outcome.is_finished)
+            except Exception as error:  # noqa: BLE001  of any kind
+                job.give_up(error)
+        self._unreported = []
+
     def _begin_anew(self, error: Exception) -> None:
         """Replaces the batch by an empty one, as donated arrays are lost; raises if that fails, too.
 
         The requests that were being admitted fail or, if there were none, all in the batch; the others are decoded
         again, to the same answers. So each failure fails at least one request, and none is repeated forever.
         """
-        for job, outcome, is_finished in self._read:
-            self._report(job, outcome, is_finished)
+        self._report_all()
         alive = [job for job in self._in_batch if not job.is_over]
         lost = [job for job in alive if job in self._taken or not self._taken]
         why = f"decoding has failed: {type(error).__name__}: {first_line(error)}"
         say(f"{why}; answers that are lost: {len(lost)}")
         for job in lost:
-            job.is_over = True
-            job.fail(Failure(why))
+            job.give_up(Failure(why))
         with self._changed:
-            self._waiting.extendleft(collections.deque([job]) for job in alive if job not in lost)
-        self._rows, self._taken, self._read = {}, [], []
+            self._waiting = [job for job in alive if job not in lost] + self._waiting
+        self._rows, self._taken = {}, []
         traceback.clear_frames(error.__traceback__)  # it holds the old batch, whose memory the new one needs
         del self._batch
         self._batch = self._empty()
@@ -274,92 +359,15 @@ class Engine:
 
     def _fail_all(self, error: Exception) -> None:
         with self._changed:
-            jobs = [*self._in_batch, *(job for some in self._waiting for job in some)]
+            jobs = [*self._in_batch, *self._waiting]
             self._rows.clear()
             self._waiting.clear()
         for job in jobs:
-            job.fail(error)
+            job.give_up(error)
 
     @property
     def _in_batch(self) -> list[Job]:
         return [*dict.fromkeys((*self._rows.values(), *self._taken))]
-
-    def _decode(self) -> None:
-        """The loop: while the device decodes, the host reports what was read before."""
-        batch, rows = self._batch, self._rows
-        while (some := self._take(len(batch.free), is_idle=not rows and not self._read)) is not None:
-            self._taken = some
-            for row, job in zip(batch.admit([job.request for job in some]), some, strict=True):
-                rows[row], job.cached = job, int(batch.known[row])
-            if rows:
-                by_forward = any(job.by_forward for job in rows.values())
-                # 0 forwards show what an admission commits.
-                most = int(not some) if by_forward else SOON if batch.free else LOOK
-                batch.run(len(batch.free) + 1, most)
-            for job, outcome, is_finished in self._read:
-                self._report(job, outcome, is_finished)
-            self._read = []
-            if rows:
-                progress, self._taken = batch.look(), []
-                self._drafts += progress.drafts.sum(axis=0)
-                for row, error in batch.failed.items():
-                    if row in rows and not rows[row].is_over:
-                        rows[row].fail(error)
-                        rows[row].is_over = True
-                done = [row for row in rows if not progress.active[row]]
-                dropped = [row for row, job in rows.items() if progress.active[row] and job.is_over]
-                batch.stop(dropped)
-                now = time.monotonic()
-                shown = {row for row, job in rows.items() if job.is_watched and now - job.told >= OFTEN}
-                self._read = [
-                    (job, progress.of(row), not progress.active[row])
-                    for row, job in rows.items()
-                    if not job.is_over and (row in shown or job.by_forward or not progress.active[row])
-                ]
-                for row in (*done, *dropped):
-                    del rows[row]
-                    batch.free.append(row)
-
-    def _take(self, free: int, is_idle: bool) -> list[Job] | None:
-        """Waiting jobs for the free rows; if idle, waits for a job. None: the engine is closed."""
-        with self._changed:
-            while is_idle and not self._waiting and not self._is_closed:
-                self._changed.wait()
-            if self._is_closed:
-                return None
-            some = []
-            while len(some) < free and (job := self._next(is_last=len(some) == free - 1, chosen=some)):
-                some.append(job)
-            return some
-
-    def _next(self, is_last: bool, chosen: list[Job]) -> Job | None:
-        """The next job in turn, if there is one; the last free row is for callers that have none."""
-        having = [*self._rows.values(), *chosen] if is_last and self.rows > 1 else []
-        served = {id(job.caller) for job in having}
-        for _ in range(len(self._waiting)):
-            jobs = self._waiting[0]
-            self._waiting.rotate(-1)
-            while jobs and jobs[0].is_over:
-                jobs.popleft()
-            job = jobs.popleft() if jobs and id(jobs[0].caller) not in served else None
-            if not jobs:
-                self._waiting.pop()  # it is at the end now
-            if job:
-                return job
-        return None
-
-    def _report(self, job: Job, outcome: Any, is_finished: bool) -> None:
-        if job.is_over:
-            return
-        job.told = time.monotonic()
-        try:
-            answer = read_answer(job.request, *outcome, self._decoder.ids, is_ended=not is_finished)
-            goes_on = job.report(answer, is_finished)
-        except Exception as error:  # noqa: BLE001  a fault of one answer must not affect others
-            job.fail(error)
-            goes_on = False
-        if is_finished or not goes_on:  # else it stays: the client may have left in the meantime
-            job.is_over = True
 
 
 @dataclasses.dataclass(frozen=True)

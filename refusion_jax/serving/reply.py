@@ -1,4 +1,9 @@
-"""The answer to one request: jobs of the engine, and what they report as a response or as a stream of events."""
+"""The answer to one request: jobs of the engine, and what they report as a response or as a stream of events.
+
+`whole` or `stream` submits a job for each choice. The engine's thread turns what a job reports into a delta and puts it
+into a queue, from which the event loop takes it in `_arriving`, until each choice is complete. At the end `_forget`
+frees the rows of choices that nobody wants any longer, as when the client has left.
+"""
 
 import asyncio
 import contextlib
@@ -38,35 +43,46 @@ class Reply:
             "model": service.name,
             "seed": body.seed,
         }
-        self._deltas: asyncio.Queue[tuple[int, Delta | Exception, Answer | None]] = asyncio.Queue()
+        self._reports: asyncio.Queue[tuple[int, Delta] | Exception] = asyncio.Queue()
         self._jobs: list[Job] = []
         self._tokens = [0] * len(choices)  # of each answer so far
         self._last = [0.0] * len(choices)  # seconds until the last of them
         self._began = time.monotonic()
 
     def _submit(self, is_watched: bool) -> None:
-        """Submits the jobs to the engine; deltas then arrive in the queue."""
-        loop = asyncio.get_running_loop()
-
-        def put(item: tuple[int, Delta | Exception, Answer | None]) -> None:
-            with contextlib.suppress(RuntimeError):  # the server has ended
-                loop.call_soon_threadsafe(self._deltas.put_nowait, item)
-
+        """Submits the jobs to the engine; reports then arrive in the queue."""
         for number, one in enumerate(self._choices):
             if one.request is None:
-                self._deltas.put_nowait((number, Delta("", [], "length", [], []), None))
+                self._reports.put_nowait((number, Delta("", [], "length", [], [])))
             else:
-                self._jobs.append(self._job(number, one, put, is_watched or bool(one.stops.texts)))
+                self._jobs.append(self._job(number, one, is_watched))
         self._choices[0].engine.submit(self._jobs)
         self._service.metrics.prompt.inc(self._usage()["prompt_tokens"])
 
-    async def _arriving(self) -> AsyncIterator[tuple[int, Delta, Answer | None]]:
-        """(number of the choice, delta, answer so far) until all choices are complete."""
+    def _job(self, number: int, one: Choice, is_watched: bool) -> Job:
+        read, loop = self._service.reader(one, self._body), asyncio.get_running_loop()
+
+        def put(report: tuple[int, Delta] | Exception) -> None:
+            with contextlib.suppress(RuntimeError):  # the server has ended
+                loop.call_soon_threadsafe(self._reports.put_nowait, report)
+
+        def report(answer: Answer, is_finished: bool) -> bool:
+            delta = read(answer, is_finished)
+            put((number, delta))
+            return delta.finish_reason is None
+
+        # A decoder writes whole units, and stop strings may come before the end.
+        ends_early = one.limit < sum(length for _, length in one.request.gaps) or bool(one.stops.texts)
+        return Job(one.request, report, put, is_watched or ends_early, by_forward=self._body.watch)
+
+    async def _arriving(self) -> AsyncIterator[tuple[int, Delta]]:
+        """(number of the choice, delta) until all choices are complete."""
         missing = len(self._choices)
         while missing:
-            number, delta, answer = await self._deltas.get()
-            if isinstance(delta, Exception):
-                raise delta
+            report = await self._reports.get()
+            if isinstance(report, Exception):
+                raise report
+            number, delta = report
             metrics, seconds = self._service.metrics, time.monotonic() - self._began
             new = len(delta.tokens) - self._tokens[number]
             if self._body.stream and new > 0:
@@ -75,11 +91,11 @@ class Reply:
             self._tokens[number] = len(delta.tokens)
             if delta.finish_reason:
                 missing -= 1
-                metrics.finished(delta.finish_reason, len(delta.tokens), answer.forwards if answer else 0, seconds)
-                if answer:
+                metrics.finished(delta.finish_reason, len(delta.tokens), delta.forwards or 0, seconds)
+                if self._choices[number].request:
                     metrics.given.inc(self._choices[number].given)
                     metrics.cached.inc(self._jobs[number].cached)
-            yield number, delta, answer
+            yield number, delta
 
     def _forget(self) -> None:
         """Frees the rows of unfinished choices."""
@@ -93,13 +109,11 @@ class Reply:
 
         `fields` returns the fields of a choice from (its number, the whole answer, its `logprobs`).
         """
-        said: list[list[Delta]] = [[] for _ in self._choices]
-        ends: list[dict[str, Any]] = [{} for _ in self._choices]
+        told: list[list[Delta]] = [[] for _ in self._choices]
 
         async def collect() -> None:
-            async for number, delta, answer in self._arriving():
-                said[number].append(delta)
-                ends[number] = self._end(delta, answer, [c for p in said[number] for c in p.commits])
+            async for number, delta in self._arriving():
+                told[number].append(delta)
 
         self._submit(is_watched=False)
         collecting, leaving = asyncio.ensure_future(collect()), asyncio.ensure_future(_leaves(request))
@@ -112,16 +126,14 @@ class Reply:
             collecting.cancel()
             leaving.cancel()
             self._forget()
-        answers = [
-            dataclasses.replace(own[-1], text="".join(d.text for d in own), calls=[c for d in own for c in d.calls])
-            for own in said
+        whole = [_joined(own) for own in told]
+        scores: list[dict[str, Any] | None] = [None] * len(whole)
+        if (scorer := self._service.scorer).is_asked(self._body):
+            scores = [*await scorer.score(self._body, self._choices, [delta.tokens for delta in whole])]
+        choices = [
+            {"index": number, **fields(number, delta, own), **self._end(delta)}
+            for number, (delta, own) in enumerate(zip(whole, scores, strict=True))
         ]
-        scores: list[dict[str, Any] | None] = [None] * len(answers)
-        scorer, tokens = self._service.scorer, [delta.tokens for delta in answers]
-        if scorer.is_asked(self._body):
-            scores = [*await scorer.score(self._body, self._choices, tokens)]
-        whole = zip(answers, scores, ends, strict=True)
-        choices = [{"index": i, **fields(i, delta, own), **end} for i, (delta, own, end) in enumerate(whole)]
         return {**self._head, "choices": choices, "usage": self._usage()}
 
     async def stream(
@@ -154,14 +166,14 @@ class Reply:
                     start = {"text": service.echoes([one])[0], "logprobs": await scored[number].of(None)}
                 if start:
                     yield event([{"index": number, **start, "finish_reason": None}])
-            async for number, delta, answer in self._arriving():
+            async for number, delta in self._arriving():
                 said = delta.text or delta.calls or delta.finish_reason
                 if said or self._body.watch or (self._body.commits and delta.commits):
                     own = {"index": number, **fields(delta, await scored[number].of(delta))}
                     if delta.calls and delta.finish_reason:  # OpenAI's client overlooks one that ends there
                         yield event([own | {"finish_reason": None}])
                         own |= {"delta": {}, "logprobs": None}
-                    yield event([own | self._end(delta, answer, delta.commits)])
+                    yield event([own | self._end(delta)])
             if options.include_usage:
                 yield event([])
             yield b"data: [DONE]\n\n"
@@ -170,15 +182,15 @@ class Reply:
         finally:
             self._forget()
 
-    def _end(self, delta: Delta, answer: Answer | None, commits: list[tuple[int, int]]) -> dict[str, Any]:
+    def _end(self, delta: Delta) -> dict[str, Any]:
         """Why an answer has ended, if it has, and its statistics."""
         fields: dict[str, Any] = {"finish_reason": delta.finish_reason}
         if self._body.commits:
-            fields["commits"] = commits
+            fields["commits"] = delta.commits
         if self._body.watch:
             fields["pieces"] = delta.pieces
-        if (delta.finish_reason or self._body.watch) and answer:
-            fields |= {"forwards": answer.forwards, "rounds": answer.rounds}
+        if (delta.finish_reason or self._body.watch) and delta.forwards is not None:
+            fields |= {"forwards": delta.forwards, "rounds": delta.rounds}
         return fields
 
     def _usage(self) -> dict[str, Any]:
@@ -191,19 +203,13 @@ class Reply:
             "prompt_tokens_details": {"cached_tokens": cached},
         }
 
-    def _job(self, number: int, one: Choice, put: Callable, is_watched: bool) -> Job:
-        read, by_forward = self._service.reader(one, self._body), self._body.watch
 
-        def report(answer: Answer, is_finished: bool) -> bool:
-            delta = read(answer, is_finished)
-            put((number, delta, answer))
-            return delta.finish_reason is None
-
-        def fail(error: Exception) -> None:
-            put((number, error, None))
-
-        ends_early = one.limit < sum(length for _, length in one.request.gaps)  # a decoder writes whole units
-        return Job(one.request, report, fail, is_watched or ends_early, by_forward)
+def _joined(deltas: list[Delta]) -> Delta:
+    """All deltas of an answer as one."""
+    commits = [commit for delta in deltas for commit in delta.commits]
+    calls = [call for delta in deltas for call in delta.calls]
+    text = "".join(delta.text for delta in deltas)
+    return dataclasses.replace(deltas[-1], text=text, commits=commits, calls=calls)
 
 
 async def _leaves(request: Request) -> None:

@@ -199,7 +199,7 @@ class TextReply(Reply):
         try:
             yield event("created", response=self._response([], None))
             spoken = None  # fields that name the message, once there is one
-            async for _, delta, _ in self._arriving():
+            async for _, delta in self._arriving():
                 text, reason = text + delta.text, delta.finish_reason
                 if spoken is None and (delta.text or (reason and not (output or delta.calls))):
                     yield added(_message("", None))

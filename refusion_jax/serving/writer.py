@@ -21,6 +21,8 @@ class Delta:
     tokens: list[int]  # of the whole answer so far
     pieces: list[tuple[int, str]]  # (place in the answer, text) of newly committed tokens, if asked for
     calls: list[dict[str, Any]] = dataclasses.field(default_factory=list)  # of tools, in OpenAI's form; see `tools`
+    forwards: int | None = None  # of the answer so far; None if nothing was to be decoded
+    rounds: int = 0
 
 
 class Writer:
@@ -55,7 +57,8 @@ class Writer:
         self._sent += new
         commits = list(zip(answer.commit_order, answer.commit_tokens, strict=True))[self._commits :]
         self._commits += len(commits)
-        return Delta(new, commits, reason, tokens, [] if self._begins is None else self._pieces(commits))
+        pieces = [] if self._begins is None else self._pieces(commits)
+        return Delta(new, commits, reason, tokens, pieces, forwards=answer.forwards, rounds=answer.rounds)
 
     def _pieces(self, commits: list[tuple[int, int]]) -> list[tuple[int, str]]:
         """The texts that these commits add or change: a token's text may depend on those before it."""
