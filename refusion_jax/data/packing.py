@@ -100,40 +100,40 @@ def tokenize(
     characters, in bounded memory.
     """
     most = _LONGEST_TOKEN * row_length
-    read = [example if example.prompt is None or example.characters <= most else _OVERLONG for example in examples]
-    slices = [_slices(example.response, slice_size) for example in read]
-    parts = (
-        (text, example.starts and not number)
-        for example, own in zip(read, slices, strict=True)
-        for number, text in enumerate(own)
-    )
-    groups = batches(parts, lambda part: len(part[0]))  # a bounded number of characters at a time
-    encoded = itertools.chain.from_iterable(_encode_parts(group, tokenizer) for group in groups)
-    together = batches(read, lambda example: example.characters)
-    prompts = itertools.chain.from_iterable(_encode_prompts(group, tokenizer) for group in together)
-    for example, prompt, own in zip(examples, prompts, slices, strict=True):
-        response = [np.array(ids, np.int32) for ids in itertools.islice(encoded, len(own))]
-        if isinstance(prompt, Bad):
-            yield prompt
-            continue
-        begin = prompt if example.starts else []
-        end = [tokenizer.eos_id] if example.ends else []
-        tokens = np.concatenate([np.array(begin, np.int32), *response, np.array(end, np.int32)])
-        if example.prompt is None or (len(tokens) <= row_length and example.characters <= most):
-            yield Document(tokens, len(begin), example.prompt is None, example.starts)
-            continue
-        what = f"{len(begin)} prompt and {len(tokens) - len(begin)} response tokens"
-        fix = f"{len(tokens)} would hold them, and {_HINT}"
-        if example.characters > most:  # it was not tokenized
-            what, fix = f"{example.characters:,} characters", _HINT
-        yield Bad(example.where, f"{what} do not fit in row_length={row_length}; {fix}", TOO_LONG)
+    for group in batches(examples, lambda example: example.characters):
+        read = [example if example.prompt is None or example.characters <= most else _OVERLONG for example in group]
+        prompts, responses = _encode_prompts(read, tokenizer), _encode_responses(read, tokenizer, slice_size)
+        for example, prompt, response in zip(group, prompts, responses, strict=True):
+            if isinstance(prompt, Bad):
+                yield prompt
+                continue
+            begin = prompt if example.starts else []
+            end = [tokenizer.eos_id] if example.ends else []
+            tokens = np.concatenate([np.array(begin, np.int32), response, np.array(end, np.int32)])
+            if example.prompt is None or (len(tokens) <= row_length and example.characters <= most):
+                yield Document(tokens, len(begin), example.prompt is None, example.starts)
+                continue
+            what = f"{len(begin)} prompt and {len(tokens) - len(begin)} response tokens"
+            fix = f"{len(tokens)} would hold them, and {_HINT}"
+            if example.characters > most:  # it was not tokenized
+                what, fix = f"{example.characters:,} characters", _HINT
+            yield Bad(example.where, f"{what} do not fit in row_length={row_length}; {fix}", TOO_LONG)
 
 
-def _encode_parts(parts: Sequence[tuple[str, bool]], tokenizer: Tokenizer) -> list[list[int]]:
-    """Token ids of (part of a text, whether the text begins with it)."""
-    begin = iter(tokenizer.encode([text for text, begins in parts if begins]))
-    go_on = iter(tokenizer.encode_inside([text for text, begins in parts if not begins]))
-    return [next(begin if begins else go_on) for _, begins in parts]
+def _encode_responses(examples: Sequence[Example], tokenizer: Tokenizer, slice_size: int | None) -> list[np.ndarray]:
+    """The token ids, int32, of each example's response."""
+    slices = [
+        (number, text, example.starts and not at)
+        for number, example in enumerate(examples)
+        for at, text in enumerate(_slices(example.response, slice_size))
+    ]
+    found: list[list[np.ndarray]] = [[] for _ in examples]
+    for group in batches(slices, lambda part: len(part[1])):
+        for begins, encode in (True, tokenizer.encode), (False, tokenizer.encode_inside):
+            some = [(number, text) for number, text, is_first in group if is_first == begins]
+            for (number, _), ids in zip(some, encode([text for _, text in some]), strict=True):
+                found[number].append(np.array(ids, np.int32))
+    return [np.concatenate(own) for own in found]
 
 
 def _encode_prompts(examples: Sequence[Example], tokenizer: Tokenizer) -> list[list[int] | Bad]:
