@@ -17,6 +17,7 @@ from refusion_jax.distributed import sharding
 
 BLOCK = 2048  # tokens: enough to keep a matrix unit busy
 CHUNK = 16_384  # rows of the head: 128 MiB of float32 logits per block
+_NO_ROW = jnp.iinfo(jnp.int32).max  # in place of a row of the head; no label, counted from the first row of any chip
 
 
 @jax.custom_vjp
@@ -83,7 +84,7 @@ def _restore(values, order, shape):
 
 
 def _chunks(head) -> tuple[jax.Array, jax.Array]:
-    """([C, D, W], padded with zeros; [C] int32, the first row of each chunk).
+    """([C, D, W], padded with zeros; [C, W] int32, the row of the head in each place, _NO_ROW in padding).
 
     D comes first, so that gathering and scattering the shards of D moves whole lanes of a TPU.
     """
@@ -93,41 +94,31 @@ def _chunks(head) -> tuple[jax.Array, jax.Array]:
     if count > 1:
         size = -(-size // 128) * 128  # whole lanes of a TPU
         count = -(-rows // size)
-    return _split(head, count, size).swapaxes(1, 2), jnp.arange(count) * size
+    row = jnp.arange(count * size).reshape(count, size)
+    return _split(head, count, size).swapaxes(1, 2), jnp.where(row < rows, row, _NO_ROW)
 
 
-def _is_row(chunk, first, rows: int):
-    """[1, W] bool: which rows of a chunk are not padding."""
-    return (first + jnp.arange(chunk.shape[1]) < rows)[None]
-
-
-def _chunk_logits(x, chunk, first, rows: int):
+def _chunk_logits(x, chunk, row):
     """[R, W] float32; -inf for padding."""
     logits = jnp.einsum("rd,dw->rw", x, chunk, preferred_element_type=jnp.float32)
-    return jnp.where(_is_row(chunk, first, rows), logits, -jnp.inf)
-
-
-def _hits(labels, chunk, first, rows: int):
-    """[R, W] bool: True at each token's label, if that is in this chunk of this chip."""
-    return (labels[:, None] == (first + jnp.arange(chunk.shape[1]))[None]) & _is_row(chunk, first, rows)
+    return jnp.where(row[None] < _NO_ROW, logits, -jnp.inf)
 
 
 def _local_forward(x, head, labels, is_labelled):
-    rows = head.shape[0]
-    blocks, order = _blocks(x, labels - rows * sharding.shard_index("vocab"), is_labelled)
+    blocks, order = _blocks(x, labels - len(head) * sharding.shard_index("vocab"), is_labelled)
 
-    def chunk_step(carry, chunk_first):
-        chunk, first = chunk_first
+    def chunk_step(carry, chunk_and_row):
+        chunk, row = chunk_and_row
         chunk = sharding.all_gather(chunk.astype(x.dtype), "embed", axis=0)
 
         def block_step(_, block):
             (tokens, targets, has_label), (high, total, picked) = block
 
             def add(high, total, picked):
-                logits = _chunk_logits(tokens, chunk, first, rows)
+                logits = _chunk_logits(tokens, chunk, row)
                 higher = jnp.maximum(high, logits.max(axis=-1))
                 total = total * jnp.exp(high - higher) + jnp.exp(logits - higher[:, None]).sum(axis=-1)
-                picked = picked + jnp.where(_hits(targets, chunk, first, rows), logits, 0).sum(axis=-1)
+                picked = picked + jnp.where(targets[:, None] == row[None], logits, 0).sum(axis=-1)
                 return higher, total, picked
 
             return None, jax.lax.cond(has_label, add, lambda *same: same, high, total, picked)
@@ -146,21 +137,20 @@ def _local_forward(x, head, labels, is_labelled):
 
 
 def _local_backward(x, head, labels, is_labelled, log_normalizer, cotangent):
-    rows = head.shape[0]
-    blocks, order = _blocks(x, labels - rows * sharding.shard_index("vocab"), is_labelled)
+    blocks, order = _blocks(x, labels - len(head) * sharding.shard_index("vocab"), is_labelled)
     (N, R), scale = blocks[1].shape, jnp.where(is_labelled, cotangent, 0).ravel()[order]
     scale, normalizer = (_split(values, N, R) for values in (scale, log_normalizer.ravel()[order]))
 
-    def chunk_step(dx, chunk_first):
-        chunk, first = chunk_first
+    def chunk_step(dx, chunk_and_row):
+        chunk, row = chunk_and_row
         chunk = sharding.all_gather(chunk.astype(x.dtype), "embed", axis=0)
 
         def block_step(sums, block):
             index, (tokens, targets, has_label), scale, normalizer = block
 
             def add(dchunk, dx):
-                logits = _chunk_logits(tokens, chunk, first, rows)
-                dlogits = jnp.exp(logits - normalizer[:, None]) - _hits(targets, chunk, first, rows)
+                logits = _chunk_logits(tokens, chunk, row)
+                dlogits = jnp.exp(logits - normalizer[:, None]) - (targets[:, None] == row[None])
                 # Rounded once: without the barrier XLA keeps the logits in float32 and rounds them in both products.
                 dlogits = jax.lax.optimization_barrier((dlogits * scale[:, None]).astype(x.dtype))
                 dx = dx.at[index].add(jnp.einsum("rw,dw->rd", dlogits, chunk, preferred_element_type=jnp.float32))
@@ -176,5 +166,5 @@ def _local_backward(x, head, labels, is_labelled, log_normalizer, cotangent):
 
     dx, dhead = jax.lax.scan(chunk_step, jnp.zeros(blocks[0].shape, jnp.float32), _chunks(head))
     dx = sharding.all_sum(_restore(dx, order, labels.shape).astype(x.dtype), "vocab")
-    dhead = dhead.swapaxes(1, 2).reshape(-1, head.shape[1])[:rows]
+    dhead = dhead.swapaxes(1, 2).reshape(-1, head.shape[1])[: len(head)]
     return dx, sharding.all_sum(dhead, "batch", "length", but="embed").astype(head.dtype)
