@@ -33,6 +33,7 @@ the new row.
 import dataclasses
 import math
 import re
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import numpy as np
@@ -170,29 +171,23 @@ class _Counter:
 
     def _fusion(self, i: Instruction) -> Costs:
         """A fusion is one operation: only what it reads and writes goes through memory."""
-        inside = self._inside(i)
-        nested = [self._fused(j) for j in inside.instructions.values()]
-        if inside.name.startswith("async_collective_fusion") or i.name.startswith("async-collective-done"):
-            # Steps of a collective that overlaps with arithmetic; it is counted where it starts.
-            nested = [dataclasses.replace(part, collectives=()) for part in nested]
-        elif i.name.startswith("async-collective-start"):
-            nested = [part.overlapped(fused=True) for part in nested]
+        inside, parts = self._inside(i), [*self._parts(i)]
         if "all-reduce-scatter" in i.name or "all-reduce-scatter" in inside.name:
             reduce = next(j for j in inside.instructions.values() if j.opcode.startswith("all-reduce"))
             return Costs(collectives=(self._collective("reduce-scatter", reduce),))
-        flops = sum(part.flops for part in nested)
-        narrow = next((o.narrow for part in nested for o in part.operations if o.narrow), "")
-        size = sum(self._read(inside, n, operand) for n, operand in enumerate(i.operands))
-        size += self._written(inside, i)
-        inner = [Costs(collectives=part.collectives) for part in nested]
-        return add([*inner, Costs((Operation(1, flops, size, narrow=narrow),))])
+        size = sum(self._read(inside, n, operand) for n, operand in enumerate(i.operands)) + self._written(inside, i)
+        narrow = next(filter(None, map(_narrow, parts)), "")
+        costs = Costs((Operation(1, sum(map(_flops, parts)), size, narrow=narrow),))
+        # Steps of a collective that overlaps with arithmetic are counted where it starts.
+        if not (inside.name.startswith("async_collective_fusion") or i.name.startswith("async-collective-done")):
+            collectives = [self._collective(kind, part) for part in parts if (kind := collective_kind(part))]
+            costs = add([costs, *(Costs(collectives=(each,)) for each in collectives)])
+        return costs.overlapped(fused=True) if i.name.startswith("async-collective-start") else costs
 
-    def _fused(self, j: Instruction) -> Costs:
-        if j.opcode == "fusion":
-            return add([self._fused(k) for k in self._inside(j).instructions.values()])
-        if kind := collective_kind(j):
-            return Costs(collectives=(self._collective(kind, j),))
-        return Costs((Operation(1, _flops(j), 0, narrow=_narrow(j)),))
+    def _parts(self, fusion: Instruction) -> Iterator[Instruction]:
+        """The instructions of a fusion, and those of the fusions inside it."""
+        for part in self._inside(fusion).instructions.values():
+            yield from self._parts(part) if part.opcode == "fusion" else (part,)
 
     def _read(self, inside: Computation, number: int, operand: Instruction) -> float:
         """Bytes of an operand that a fusion reads from HBM; only the slices if it takes slices."""
