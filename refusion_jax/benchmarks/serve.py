@@ -81,8 +81,12 @@ def main(own: flags.FlagValues) -> None:
         flags_given = [f"--checkpoint={checkpoint}", "--port=0", *(f"--decode.{setting}" for setting in settings)]
         address, pid = stack.enter_context(serving(*flags_given))
         if own.minutes:
-            return print(json.dumps({"benchmark": "serve"} | _soaked(address, pid, clients, own)))
-        records = list(_at_rate(address, own) if own.rate else _by_clients(address, checkpoint, clients, own))
+            queries = [problem.query for problem in tasks.MIXTURE.problems("test", 16, seed=0)]
+            bodies = [{"prompt": query, "max_tokens": own.new_tokens} for query in queries]
+            bodies += [body | {"temperature": 1.5} for body in bodies]
+            record = soak(address, pid, max(clients), own.minutes, bodies)
+            return print(json.dumps({"benchmark": "serve"} | record))
+        records = [_at_rate(address, own)] if own.rate else [*_by_clients(address, checkpoint, clients, own)]
     shown = {name: title for name, title in _SHOWN.items() if name in records[0]}
     table = Table(*shown.values())
     for record in records:
@@ -125,7 +129,8 @@ def _by_clients(address, checkpoint: str, clients: list[int], own: flags.FlagVal
             yield record
 
 
-def _at_rate(address, own: flags.FlagValues) -> Iterator[dict[str, Any]]:
+def _at_rate(address, own: flags.FlagValues) -> dict[str, Any]:
+    """The record of requests that arrive at random times."""
     times, bodies = arrivals(own.requests, own.rate, _ROOM if not own.checkpoint else 64, own.new_tokens)
     how = {"stream": True, "stream_options": {"include_usage": True}}
     ask_all(address, 16, [body | how for body in bodies[:16]])  # not counted
@@ -136,13 +141,7 @@ def _at_rate(address, own: flags.FlagValues) -> Iterator[dict[str, Any]]:
     record = {"benchmark": "serve", "rate": own.rate, "requests": len(seen), "tokens": tokens}
     record |= {"tokens_per_second": tokens / seconds, "goodput": float(np.mean(good))} | _waits(seen)
     print(json.dumps(record), flush=True)
-    yield record
-
-
-def _soaked(address, pid: int, clients: list[int], own: flags.FlagValues) -> dict[str, Any]:
-    bodies = [{"prompt": p.query, "max_tokens": own.new_tokens} for p in tasks.MIXTURE.problems("test", 16, seed=0)]
-    bodies += [body | {"temperature": 1.5} for body in bodies]
-    return soak(address, pid, max(clients), own.minutes, bodies)
+    return record
 
 
 def _waits(seen: list[Seen]) -> dict[str, float]:

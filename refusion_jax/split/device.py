@@ -134,8 +134,8 @@ def choose_flags(
     _, chosen, binds = setup.choose(type(decoder))
     for name in _CHOSEN:
         own[name].value = getattr(chosen, name)
-    slot_size = getattr(requests[0].settings, "slot_size", 8)
-    settings = decoder.settings_for(chosen.fed, decoder.new_tokens, slot_size) if len(decoder.typical) > 1 else {}
+    size = requests[0].settings.slot_size
+    settings = decoder.settings_for(chosen.fed, decoder.new_tokens, size) if len(decoder.typical) > 1 else {}
     settings = {name: value for name, value in settings.items() if own[f"decode.{name}"].value is None}
     said = [f"--{name}={own[name].value}" for name in _CHOSEN]
     said += [f"--decode.{name}={value}" for name, value in settings.items()]
