@@ -8,6 +8,7 @@ import re
 _BYTES = {"pred": 1, "bf16": 2, "f8e4m3fn": 1, "f8e5m2": 1, "token": 0, "opaque": 0}
 _SHAPE = re.compile(r"\b(pred|token|opaque|bf16|[sufc]\d+|f8e\w+)\[([\d,<=]*)\](?:\{([^}]*)\})?")
 _INSTRUCTION = re.compile(r"^\s*(ROOT )?%?([\w.\-]+) = (.*)$")
+_CALL = re.compile(r"(.*?) ([a-z][\w\-]*)\((.*)$")  # type, opcode, operands and attributes
 _HEADER = re.compile(r"^(ENTRY )?%?([\w.\-]+) \(.*\) -> .* \{$")
 
 
@@ -128,15 +129,15 @@ def parse(text: str) -> Module:
 
 def _instruction(name: str, text: str, is_root: bool, found: dict[str, Instruction]) -> Instruction:
     """The instruction in a line, after those that were found in the lines before it."""
-    end = _closing(text, 0) + 1 if text.startswith("(") else text.index(" ")
-    rest = text[end:].lstrip()
-    opening = rest.index("(")
-    closing = _closing(rest, opening)
-    opcode, inside = rest[:opening], rest[opening + 1 : closing]
+    if not (call := _CALL.match(text)):
+        raise ValueError(f"no operation in {text[:80]!r}")
+    kind, opcode, rest = call.groups()
+    closing = _closing(rest)
+    inside = rest[:closing]
     has_literal = opcode in ("parameter", "constant")
     named = [] if has_literal else re.findall(r"%([\w.\-#]+)", inside)
     operands = tuple(operand for name in named if (operand := _operand(name, found)))
-    return Instruction(name, text[:end], opcode, operands, inside * has_literal, rest[closing + 1 :], is_root)
+    return Instruction(name, kind, opcode, operands, inside * has_literal, rest[closing + 1 :], is_root)
 
 
 def _operand(name: str, found: dict[str, Instruction]) -> Instruction | None:
@@ -161,11 +162,11 @@ def _split(tuple_type: str) -> list[str]:
     return [part.strip() for part in parts]
 
 
-def _closing(text: str, opening: int) -> int:
-    """Index of the parenthesis that closes the one at `opening`."""
-    depth = 0
-    for index in range(opening, len(text)):
-        depth += {"(": 1, ")": -1}.get(text[index], 0)
+def _closing(text: str) -> int:
+    """Index of the parenthesis that closes one right before the text."""
+    depth = 1
+    for index, character in enumerate(text):
+        depth += {"(": 1, ")": -1}.get(character, 0)
         if depth == 0:
             return index
     raise ValueError(f"unbalanced parentheses in {text[:80]!r}")
