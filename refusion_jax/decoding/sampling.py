@@ -92,7 +92,7 @@ def sample(
     by the Gumbel-max trick in float32. If all temperatures are 0, no noise is computed. Keys and settings are those of
     each row, or of each token; a sample depends on this key and the token's position in its text only.
     """
-    keys, settings = _of_tokens((keys, settings.of_sampling()), positions.shape)
+    keys, settings = _of_tokens((keys, settings), positions.shape)
 
     def drawn(logits):
         gumbel = jax.vmap(jax.vmap(lambda key, at: jax.random.gumbel(jax.random.fold_in(key, at), logits.shape[2:])))
@@ -191,7 +191,7 @@ DRAFT, _CHECK, _REPAIR = range(3)  # purposes of a random draw at a place, each 
 
 def distribution(logits: Float32[Array, "B T V"], settings: TracedSettings) -> Float32[Array, "B T V"]:
     """The distribution that tokens that may be chosen are sampled from; at temperature 0, one-hot at the best one."""
-    settings = _of_tokens(settings.of_sampling(), logits.shape[:2])
+    settings = _of_tokens(settings, logits.shape[:2])
     greedy = jax.nn.one_hot(best(logits), logits.shape[-1])
     is_warm = settings.temperature > 0
 

@@ -146,9 +146,6 @@ class TracedSettings(types.SimpleNamespace):
         values = [row.traced() for row in rows]
         return cls(**{name: np.array([v[name] for v in values], dtypes[type(values[0][name])]) for name in values[0]})
 
-    def of_sampling(self) -> Self:
-        return type(self)(temperature=self.temperature, top_k=self.top_k, top_p=self.top_p)
-
     def tree_flatten_with_keys(self):
         names = sorted(vars(self))
         return [(jax.tree_util.GetAttrKey(name), vars(self)[name]) for name in names], tuple(names)
