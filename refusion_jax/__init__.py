@@ -1,6 +1,8 @@
 """refusion_jax: pretrain, adapt, evaluate and decode slot-diffusion language models (ReFusion) in JAX."""
 
 import gc
+import os
+import signal
 import sys
 from types import TracebackType
 
@@ -14,7 +16,7 @@ if sys.argv[:1] == ["-m"] and any("refusion_jax." in word for word in sys.orig_a
     gc.disable()
 
     def _tell(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        """Ends a command that fails, or is interrupted, during its imports like one that fails later."""
+        """Ends a command that fails during its imports like one that fails later."""
         from refusion_jax.cli import command
 
         def fail() -> None:
@@ -22,7 +24,14 @@ if sys.argv[:1] == ["-m"] and any("refusion_jax." in word for word in sys.orig_a
 
         command.guard(fail)
 
+    def leave(*_: object) -> None:
+        """Ends an interrupted command during its imports: in native code an exception is dropped, or crashes."""
+        os.write(2, b"error: interrupted\n")
+        os._exit(130)
+
     sys.excepthook = _tell
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, leave)  # until cli/command.py runs the command
 
 # Imported when first used: a process that only prepares data needs neither JAX nor its 200 MB.
 with epy.lazy_api_imports(globals()):

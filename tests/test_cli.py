@@ -82,6 +82,14 @@ def test_an_interrupt_ends_a_command_in_one_line_while_it_compiles():
     assert (ended.returncode, ended.stdout, ended.stderr) == (130, "", "error: interrupted\n")
 
 
+def test_an_interrupt_ends_a_command_in_one_line_while_it_is_imported(tmp_path):
+    """Native code crashed in its initialization, or dropped the exception."""
+    drops = "import contextlib, os, signal\nwith contextlib.suppress(KeyboardInterrupt):\n"
+    (tmp_path / "jax.py").write_text(f"{drops}    os.kill(os.getpid(), signal.SIGINT)")
+    ended = python("-m", "refusion_jax.train", "--help", PYTHONPATH=f"{tmp_path}:{ROOT}")
+    assert (ended.returncode, ended.stdout, ended.stderr) == (130, "", "error: interrupted\n")
+
+
 @pytest.mark.parametrize(
     ("closes", "code"), [("{ sleep 1; %s; } | true; exit ${PIPESTATUS[0]}", 141), ("%s >&- <&-", 0)]
 )

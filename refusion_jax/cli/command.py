@@ -10,6 +10,7 @@ import os
 import re
 import select
 import shlex
+import signal
 import sys
 import sysconfig
 import tempfile
@@ -22,6 +23,7 @@ import ml_collections
 from absl import app, flags, logging
 from ml_collections import config_flags
 
+import refusion_jax
 from refusion_jax.cli.errors import Failure, SettingError, UserError, first_line
 from refusion_jax.cli.flag_values import check_values
 from refusion_jax.cli.settings import Setting
@@ -140,6 +142,8 @@ def guard(main: Callable[[], None]) -> None:
     """
     gc.freeze()  # everything imported so far
     gc.enable()
+    if signal.getsignal(signal.SIGINT) is getattr(refusion_jax, "leave", None):
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:  # closed by the caller, as by `>&-`
             setattr(sys, name, open(os.devnull, mode))
