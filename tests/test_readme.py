@@ -4,6 +4,7 @@ import importlib.util
 import inspect
 import json
 import os
+import pkgutil
 import pydoc
 import re
 import shlex
@@ -16,8 +17,10 @@ import pytest
 from conftest import FORKS, QUICK_COMPILE, ROOT, TINY_RUN, all_but, serving
 from helpers import tiny_qwen3
 
-FRONT_DOOR = ROOT / "README.md"
-ROADS = sorted(path for top in ("launch", "refusion_jax") for path in (ROOT / top).rglob("README.md"))
+from refusion_jax.benchmarks import __path__ as benchmarks
+
+README = ROOT / "README.md"
+READMES = sorted(path for top in ("launch", "refusion_jax") for path in (ROOT / top).rglob("README.md"))
 
 
 RESULTS = sorted((ROOT / "refusion_jax" / "benchmarks" / "results").glob("*.md"))
@@ -34,7 +37,7 @@ def commands(*documents: Path) -> list[str]:
     return list(dict.fromkeys(line.split(" #")[0].strip() for line in lines))
 
 
-COMMANDS = commands(FRONT_DOOR, *ROADS)
+COMMANDS = commands(README, *READMES)
 CLIENTS = [c for c in COMMANDS if c.startswith("curl ")]  # of a server
 OURS = [
     c
@@ -44,12 +47,12 @@ OURS = [
 WRITES = [command for command in COMMANDS if command.startswith("echo ")]  # input for the others
 FILES = [  # (path in the checkout, code) of the files that a document has its reader write
     found
-    for road in ROADS
-    for found in re.findall(r"Put this into\s`(\S+)`.*?```python\n(.*?)```", road.read_text(), re.S)
+    for readme in READMES
+    for found in re.findall(r"Put this into\s`(\S+)`.*?```python\n(.*?)```", readme.read_text(), re.S)
 ]
 SCRIPTS = [
-    pytest.param(code, id=str(document.relative_to(ROOT)), marks=() if document == FRONT_DOOR else pytest.mark.thorough)
-    for document in (FRONT_DOOR, *ROADS)
+    pytest.param(code, id=str(document.relative_to(ROOT)), marks=() if document == README else pytest.mark.thorough)
+    for document in (README, *READMES)
     for code in blocks(document, "python")
     if code not in dict(FILES).values()
 ]
@@ -134,7 +137,7 @@ def short(command: str) -> str:
     return re.search(r"refusion_jax\.(\w+)|pytest|local_hosts|tpu_vm", command)[0]
 
 
-@pytest.mark.parametrize("command", all_but(commands(FRONT_DOOR), OURS), ids=short)
+@pytest.mark.parametrize("command", all_but(commands(README), OURS), ids=short)
 def test_a_command_works_as_written(command, user):
     if ".plan " in command and importlib.util.find_spec("libtpu") is None:
         pytest.skip("needs the TPU compiler: pip install libtpu (Linux)")
@@ -192,11 +195,11 @@ def test_a_python_example_works(code, user, request):
     assert ended["out"].strip()
 
 
-def test_the_front_door_is_short_and_leads_to_every_road():
-    text = FRONT_DOOR.read_text()
+def test_the_first_readme_is_short_and_links_to_every_other():
+    text = README.read_text()
     assert len(text.splitlines()) <= 150
-    for road in ROADS:
-        assert f"]({road.relative_to(ROOT)})" in text, f"README.md does not lead to {road}"
+    for readme in READMES:
+        assert f"]({readme.relative_to(ROOT)})" in text, f"README.md does not lead to {readme}"
 
 
 def test_the_page_of_benchmarks_is_one_screen_and_leads_to_every_result():
@@ -207,6 +210,15 @@ def test_the_page_of_benchmarks_is_one_screen_and_leads_to_every_result():
         said = page.read_text()
         for needed in ("Measured: ", "ommit", "achine", "```bash"):
             assert needed in said, f"{page} does not tell when, at which commit, where and how it was measured"
+
+
+@pytest.mark.parametrize("page", RESULTS, ids=lambda page: page.stem)
+def test_a_page_names_the_commit_of_a_benchmark_that_is_gone(page):
+    text = " ".join(page.read_text().split())
+    today = {module.name for module in pkgutil.iter_modules(benchmarks)}
+    for name in set(re.findall(r"refusion_jax\.bench (\w+)", text)) - today:
+        commit, said = r"\b[0-9a-f]{7,8}\b", f"`bench {name}`"
+        assert re.search(rf"{commit}[^.]*{said}|{said}[^.]*{commit}", text), f"{page} names no commit for {said}"
 
 
 @pytest.mark.parametrize(
@@ -229,7 +241,7 @@ def anchors(document: Path) -> set[str]:
 
 
 @pytest.mark.parametrize(
-    "document", [FRONT_DOOR, ROOT / "BENCHMARKS.md", *ROADS, *RESULTS], ids=lambda path: str(path.relative_to(ROOT))
+    "document", [README, ROOT / "BENCHMARKS.md", *READMES, *RESULTS], ids=lambda path: str(path.relative_to(ROOT))
 )
 def test_every_link_leads_to_what_is_there(document):
     prose = re.sub(r"```.*?```", "", document.read_text(), flags=re.DOTALL)
@@ -248,7 +260,7 @@ SOURCES = [path for top in ("refusion_jax", "launch", "tests") for path in (ROOT
 NAMED = words(" ".join(path.read_text() for path in SOURCES if path.suffix in (".py", ".sh", ".html", ".json")))
 
 
-@pytest.mark.parametrize("document", [FRONT_DOOR, *ROADS], ids=lambda path: str(path.relative_to(ROOT)))
+@pytest.mark.parametrize("document", [README, *READMES], ids=lambda path: str(path.relative_to(ROOT)))
 def test_flags_keys_and_settings_that_prose_names_are_in_the_code(document):
     """One that was renamed is found: its name, or a part of it, is in no source any more."""
     prose, known = re.sub(r"```.*?```", "", document.read_text(), flags=re.DOTALL), NAMED.copy()
