@@ -17,6 +17,7 @@ from fastapi import Request
 from fastapi.responses import StreamingResponse
 from pydantic import TypeAdapter
 from starlette.exceptions import HTTPException
+from starlette.types import Send
 
 from refusion_jax.cli.errors import UserError
 from refusion_jax.decoding.requests import Answer
@@ -27,8 +28,25 @@ from refusion_jax.serving.scores import ScoredStream
 from refusion_jax.serving.service import Service
 from refusion_jax.serving.writer import Delta
 
+SILENCE = 15  # seconds; proxies end connections on which nothing is sent, most of them after a minute
 # Takes a hundredth of the time of FastAPI's encoder, during which no other client is answered.
 to_json: Callable[[Any], bytes] = TypeAdapter(Any).dump_json
+
+
+class EventStream(StreamingResponse):
+    """Server-sent events, with a comment every few seconds: while an answer waits or a call is written, no event is."""
+
+    async def stream_response(self, send: Send) -> None:
+        async def comment() -> None:
+            while True:
+                await asyncio.sleep(SILENCE)
+                await send({"type": "http.response.body", "body": b":\n\n", "more_body": True})
+
+        commenting = asyncio.ensure_future(comment())
+        try:
+            await super().stream_response(send)
+        finally:
+            commenting.cancel()
 
 
 class Reply:
@@ -138,13 +156,14 @@ class Reply:
 
     async def stream(
         self, fields: Callable[[Delta, dict[str, Any] | None], dict[str, Any]], begins_with_role: bool = False
-    ) -> StreamingResponse:
+    ) -> EventStream:
         """The choices as server-sent events, each with the text that has become certain.
 
         `fields` returns the fields of a choice from (a delta, its `logprobs`). In a chat the first event has the role.
         """
         self._submit(is_watched=True)
-        return StreamingResponse(self._events(fields, begins_with_role), media_type="text/event-stream")
+        headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}  # nginx holds events back otherwise
+        return EventStream(self._events(fields, begins_with_role), headers=headers, media_type="text/event-stream")
 
     async def _events(
         self, fields: Callable[[Delta, dict[str, Any] | None], dict[str, Any]], begins_with_role: bool
