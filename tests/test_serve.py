@@ -134,7 +134,7 @@ def test_the_newer_api_gives_the_answer_of_a_chat(client, address):
     assert several
     answer = post(address, "/v1/responses", json={"input": "a", "text": {"format": {"type": "json_schema"}}})
     assert answer.status_code == 400
-    assert answer.json()["error"]["message"] == "response_format: json_schema.schema is missing"
+    assert answer.json()["error"]["message"] == "text.format: json_schema without a schema"
 
 
 def test_several_prompts_and_answers_in_one_request(client, library):

@@ -28,7 +28,7 @@ from refusion_jax import DecodeSettings, load_model, load_tokenizer
 from refusion_jax.benchmarks import _soak
 from refusion_jax.cli.errors import Failure
 from refusion_jax.decoding.requests import Answer
-from refusion_jax.serving import errors
+from refusion_jax.serving import errors, reply
 from refusion_jax.serving.access import Access, allowed_hosts
 from refusion_jax.serving.address import listen
 from refusion_jax.serving.app import make_app
@@ -221,7 +221,9 @@ def client(app):
     return TestClient(app, base_url="http://localhost")
 
 
-LARGEST = largest_body(64)
+LARGEST, GAP = largest_body(64), {"suffix": "b", "max_tokens": 4}
+FORM = {"type": "json_schema", "name": "a"}
+NO = FORM | {"schema": {"type": "no"}}
 BAD = {
     "not an object": (b"[]", 400, "^must be an object$"),
     "not JSON": (b'{"prompt": ', 400, "not JSON"),
@@ -239,7 +241,7 @@ BAD = {
     "no effect": ({"prompt": "a", "frequency_penalty": 1}, 400, "frequency_penalty: is not supported here"),
     "tools": ({"prompt": "a", "tools": [{}]}, 400, "tools: is not supported here"),
     "not finite": (b'{"prompt": "a", "temperature": NaN}', 400, "temperature: .* finite"),
-    "too many tokens": ({"prompt": "a", "max_tokens": 33}, 400, "33 tokens are asked for: this .* at most 32 "),
+    "too many tokens": ({"prompt": "a", "max_tokens": 33}, 400, "33 tokens are .* at most 32 .*max_new_tokens"),
     "too many answers": ({"prompt": ["a"] * 600, "n": 2}, 400, "prompt: with n=2 .* at most 512"),
     "a bad setting": ({"prompt": "a", "decode": {"slot_threshold": 2}}, 400, "slot_threshold=2: must be at most 1"),
     "a wrong type": ({"prompt": "a", "decode": {"order": []}}, 400, "order=\\[\\]: must be of type str"),
@@ -260,26 +262,17 @@ BAD = {
     "no schema": ({"prompt": "a", "response_format": {"type": "json_schema"}}, 400, "^response_format: json_schema"),
     "no format": ({"prompt": "a", "response_format": {"type": "xml"}}, 400, "^response_format.type: "),
     "no choice": ({"prompt": "a", "guided_choice": []}, 400, "^guided_choice: "),
-    "two grammars": (
-        {"prompt": "a", "guided_choice": ["a"], "guided_regex": "a"},
-        400,
-        "^guided_choice: guided_regex says already",
-    ),
-    "text after a grammar": (
-        {"prompt": "a", "guided_json": {}, "suffix": "b", "max_tokens": 4},
-        400,
-        "^suffix: an answer that has to follow a grammar",
-    ),
-    "scores before a text": (
-        {"prompt": "a", "suffix": "b", "max_tokens": 4, "logprobs": 0},
-        400,
-        "^suffix: logprobs of an answer with text after it are not known$",
-    ),
+    "two grammars": ({"prompt": "a", "guided_choice": ["a"], "guided_regex": "a"}, 400, "^guided_choice: guided"),
+    "text after a grammar": ({"prompt": "a", "guided_json": {}, **GAP}, 400, "^suffix: .* has to follow a grammar"),
+    "scores before a text": ({"prompt": "a", "logprobs": 0, **GAP}, 400, "^suffix: logprobs .* are not known$"),
     "another grammar": (
         {"prompt": "a", "structured_outputs": {"grammar": "root ::= x"}},
         400,
         "^structured_outputs: grammar: is not supported here",
     ),
+    "turns by another name": ({"input": "a" * 65}, 400, "^input: has \\d+ tokens"),
+    "no schema by another name": ({"input": "a", "text": {"format": FORM}}, 400, "^text.format: json_schema without"),
+    "a grammar by another name": ({"input": "a", "text": {"format": NO}}, 400, "^text.format: cannot be followed"),
     "unknown ones": ({"prompt": "a", **{f"a{i}": 0 for i in range(50_000)}}, 400, "^a0: is not supported here$"),
 }
 
@@ -287,7 +280,8 @@ BAD = {
 @pytest.mark.parametrize(("body", "status", "why"), BAD.values(), ids=BAD)
 def test_what_cannot_be_done_is_refused_with_the_field_at_fault(client, body, status, why):
     raw = body if isinstance(body, bytes) else json.dumps(body).encode()
-    answer = client.post("/v1/completions", content=raw, headers=HEADERS)
+    path = "/v1/responses" if b'"input"' in raw else "/v1/completions"
+    answer = client.post(path, content=raw, headers=HEADERS)
     assert answer.status_code == status, answer.text
     error = answer.json()["error"]
     assert re.search(why, error["message"]), error
@@ -377,13 +371,18 @@ def test_others_are_answered_while_requests_take_long(app, service, monkeypatch,
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/v1/responses"])
 def test_a_failure_of_decoding_is_told_as_the_servers_fault(client, service, monkeypatch, path):
-    monkeypatch.setattr(service.engine, "submit", lambda jobs: [job.fail(Failure("no memory")) for job in jobs])
+    """In a stream after a silence, which comments fill."""
+    fail = [Failure("no memory")]
+    monkeypatch.setattr(reply, "SILENCE", 0.01)
+    monkeypatch.setattr(service.engine, "submit", lambda jobs: threading.Timer(0.2, jobs[0].fail, fail).start())
     body = {"prompt": "a"} if path == "/v1/completions" else {"messages": [{"role": "user", "content": "a"}]}
     body = {"input": "a"} if path == "/v1/responses" else body
     answer = client.post(path, json=body)
     expected = {"message": "no memory", "type": "server_error", "param": None, "code": 500}
     assert (answer.status_code, answer.json()["error"]) == (500, expected)
-    last = client.post(path, json=body | {"stream": True}).text.strip().split("\n\n")[-1]
+    events = client.post(path, json=body | {"stream": True}).text.strip().split("\n\n")
+    assert ":" in events
+    last = [event for event in events if event != ":"][-1]
     assert "no memory" in last
     assert "server_error" in last
 

@@ -1,6 +1,6 @@
 """Request bodies of OpenAI's API, with decode settings as further fields."""
 
-from typing import Any, Literal, Self
+from typing import Any, ClassVar, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
@@ -48,6 +48,8 @@ class StructuredOutputs(Strict):
 
 class _Body(Strict):
     """The fields that completions and chats share."""
+
+    form: ClassVar = "response_format"  # the client's name for that field
 
     model: str | None = Field(None, description="The name in /v1/models, or nothing")
     max_tokens: int | None = Field(
@@ -107,7 +109,7 @@ class _Body(Strict):
             given.append(("structured_outputs.json_object", "json", _ANY_OBJECT if own.json_object else None))
         if (own := self.response_format) and own.type != "text":
             schema = own.json_schema and own.json_schema.schema_
-            given.append(("response_format", "json", _ANY_OBJECT if own.type == "json_object" else schema))
+            given.append((self.form, "json", _ANY_OBJECT if own.type == "json_object" else schema))
         return [one for one in given if one[2] is not None]
 
     @model_validator(mode="after")
@@ -116,7 +118,7 @@ class _Body(Strict):
         if len(fields) > 1:
             raise ValueError(f"{fields[1]}: {fields[0]} says already what the answer has to be; give one of them")
         if self.response_format and self.response_format.type == "json_schema" and not fields:
-            raise ValueError("response_format: json_schema.schema is missing")
+            raise ValueError(f"{self.form}: json_schema without a schema")
         if self.watch and not self.stream:
             raise ValueError("watch: is for a stream")
         return self
@@ -173,6 +175,8 @@ class TemplateArguments(Strict):
 class Chat(_Body):
     """The body of POST /v1/chat/completions."""
 
+    turns: ClassVar = "messages"  # the client's name for that field
+
     messages: list[Message] = Field(min_length=1, max_length=MOST_PARTS)
     max_completion_tokens: int | None = Field(None, ge=0, le=2**24, description="Another name for max_tokens")
     logprobs: bool = Field(False, description="Slots are scored in text order")
@@ -198,7 +202,7 @@ class Chat(_Body):
             tools, are_several = [one for one in tools if one.name == choice.function.name], False
         callable_ = [(one.name, one.parameters) for one in tools]
         if choice == "required" or isinstance(choice, NamedTool):
-            given = [one for one in given if one[0] != "response_format"]
+            given = [one for one in given if one[0] != self.form]
             given.append(("tools", "calls", (callable_, are_several, None)))
         elif callable_ and given and given[0][1] == "json":
             given[0] = (given[0][0], "calls", (callable_, are_several, given[0][2]))

@@ -102,6 +102,12 @@ class Text(Strict):
     format: Format = Format(type="text")
 
 
+class AsChat(Chat):
+    """A request in the form of a chat, whose errors name the fields that the client has sent."""
+
+    form, turns = "text.format", "input"
+
+
 class TextRequest(Strict):
     """The body of POST /v1/responses; nothing is stored, so `input` must have all turns."""
 
@@ -149,7 +155,7 @@ class TextRequest(Strict):
         tools, choice = [_nested(tool) for tool in self.tools], self.tool_choice
         own = {chat: getattr(self, name) for name, chat in _AS_CHAT.items()}
         own |= {"tools": tools, "tool_choice": choice if isinstance(choice, str) else _nested(choice)}
-        return Chat.model_validate({"messages": turns, "response_format": wanted, **own})
+        return AsChat.model_validate({"messages": turns, "response_format": wanted, **own})
 
 
 class TextReply(Reply):

@@ -8,7 +8,7 @@ import threading
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from refusion_jax.cli.errors import UserError, check_characters
+from refusion_jax.cli.errors import UserError
 from refusion_jax.cli.settings import declared
 from refusion_jax.data.interface import Tokenizer
 from refusion_jax.decoding.prompts import Decode
@@ -48,13 +48,13 @@ class Service:
     def completion(self, body: Completion) -> list[Choice]:
         """The answers to a completion, n for each prompt; UserError if a field cannot be served."""
         self._check_length(len(body.suffix or ""), "suffix")
-        suffix = (self.encode(body.suffix, "suffix", inside=True),) if body.suffix else ()
+        suffix = (self.encode(body.suffix, inside=True),) if body.suffix else ()
         choices, noises = [], collections.defaultdict(lambda: range(body.n))
         for number, prompt in enumerate(body.prompt):
             name = "prompt" if len(body.prompt) == 1 else f"prompt[{number}]"
             text = prompt if isinstance(prompt, str) else None
             self._check_length(len(text or ""), name)
-            given = prompt if text is None else self.encode(text, name)
+            given = prompt if text is None else self.encode(text)
             after = sum(map(len, suffix)) + (1 if body.max_tokens is None else body.max_tokens)
             ids = self._begun(given, after) if body.add_special_tokens else given
             own = noises[tuple(ids)]  # a repeated prompt gets new ones
@@ -82,19 +82,17 @@ class Service:
         tools = [tool.model_dump(exclude_unset=True) for tool in body.offered]
         if tools or any("tool_calls" in turn for turn in turns):
             self._check_tools()
-        for number, turn in enumerate(turns):
-            check_characters(turn["content"], f"messages[{number}]")
-        self._check_length(sum(len(turn["content"]) for turn in turns), "messages")
+        self._check_length(sum(len(turn["content"]) for turn in turns), body.turns)
         if self.tokenizer.has_chat_template:
             with self._rendering:
                 text = self.tokenizer.render_chat(turns, body.chat_template_kwargs.enable_thinking, tools=tools)
-            self._check_length(len(text), "messages")
+            self._check_length(len(text), body.turns)
             (ids,) = self.tokenizer.encode_chat([text])
         elif body.chat_template_kwargs.enable_thinking:
             raise UserError("chat_template_kwargs: this model has no chat template")
         else:
             (ids,) = self.tokenizer.encode_prompts([tuple((turn["role"], turn["content"]) for turn in turns)])
-        return self._answers(body, ids, 0, None, "messages", (), range(body.n))
+        return self._answers(body, ids, 0, None, body.turns, (), range(body.n))
 
     def _answers(
         self,
@@ -146,7 +144,9 @@ class Service:
         most = self._settings.new_tokens
         limit = max(min(most, self._settings.cache_length - given), 1) if body.max_tokens is None else body.max_tokens
         if limit > most:
-            raise UserError(f"{limit} tokens are asked for: this server decodes at most {most} tokens of an answer")
+            raise UserError(
+                f"{limit} tokens are asked for: an answer has at most {most} (serve --decode.max_new_tokens)"
+            )
         whole = max(-(-limit // plain.multiple), 1) * plain.multiple
         return dataclasses.replace(plain, max_new_tokens=whole), limit
 
@@ -164,14 +164,11 @@ class Service:
         goes_on = isinstance(body, Completion) or body.constraints
         return self.tokenizer.continuation if goes_on else self.tokenizer.decode
 
-    def encode(self, text: str, name: str, inside: bool = False) -> list[int]:
+    def encode(self, text: str, inside: bool = False) -> list[int]:
         """Token ids of a text; with a chat template, names of special tokens in it are encoded as these tokens.
 
         `inside` other text, no space is added before it, as some tokenizers do.
-
-        Raises UserError, naming the field, if it is not Unicode.
         """
-        check_characters(text, name)
         tokenizer = self.tokenizer
         encode = tokenizer.encode_chat if tokenizer.has_chat_template else tokenizer.encode
         return (tokenizer.encode_inside([text], encode) if inside else encode([text]))[0]
@@ -189,7 +186,7 @@ class Service:
     def tokenize(self, text: str, begins: bool) -> list[int]:
         """As `encode`, but a text that is just the name of a BOS or EOS token is that token."""
         named = {self.special_tokens[name]: id for name, id in self._ends.items()}
-        ids = [named[text]] if text in named else self.encode(text, "prompt")
+        ids = [named[text]] if text in named else self.encode(text)
         return self._begun(ids) if begins and text not in named else ids
 
     def detokenize(self, ids: list[int]) -> str:
