@@ -22,7 +22,6 @@ BATCH = 1 << 19  # characters tokenized at a time: their ids are briefly Python 
 TOO_LONG = "longer than a row"  # kind of Bad: a prompt and its answer that fit in no row
 _LONGEST_TOKEN = 128  # characters, on average; in any vocabulary few tokens are that long
 _OVERLONG = Example(None, "", "")  # replaces an example that fits in no row, and might take gigabytes to tokenize
-_HINT = "on_error=skip leaves out what is too long"
 _T = TypeVar("_T")
 
 
@@ -82,7 +81,7 @@ def usable(items: Iterable[_T | Bad], on_error: str) -> list[_T]:
         left_out += 1
         first = first or f"{item.where}: {item.reason}"
         if on_error == "stop":
-            raise UserError(first)
+            raise UserError(f"{first} (on_error=skip leaves such examples out)")
     if left_out:
         logging.warning("left out %d examples; the first: %s", left_out, first)
     if not good:
@@ -113,11 +112,11 @@ def tokenize(
             if example.prompt is None or (len(tokens) <= row_length and example.characters <= most):
                 yield Document(tokens, len(begin), example.prompt is None, example.starts)
                 continue
-            what = f"{len(begin)} prompt and {len(tokens) - len(begin)} response tokens"
-            fix = f"{len(tokens)} would hold them, and {_HINT}"
-            if example.characters > most:  # it was not tokenized
-                what, fix = f"{example.characters:,} characters", _HINT
-            yield Bad(example.where, f"{what} do not fit in row_length={row_length}; {fix}", TOO_LONG)
+            what, fix = f"{example.characters:,} characters", ""
+            if example.characters <= most:  # otherwise it was not tokenized
+                what = f"{len(begin)} prompt and {len(tokens) - len(begin)} response tokens"
+                fix = f"; {len(tokens)} would hold them"
+            yield Bad(example.where, f"{what} do not fit in row_length={row_length}{fix}", TOO_LONG)
 
 
 def _encode_responses(examples: Sequence[Example], tokenizer: Tokenizer, slice_size: int | None) -> list[np.ndarray]:
