@@ -32,6 +32,7 @@ fail() {
 command=${1:-} name=${2:-}
 case $command in
   create | setup | run | resume | logs | delete) ;;
+  --help) sed -n '2,/^[^#]/s/^# \{0,1\}//p' launch/tpu_vm.sh && exit ;;
   *) fail "${command:-no command}: the first argument is one of create, setup, run, resume, logs, delete" ;;
 esac
 named='^[a-z]([-a-z0-9]*[a-z0-9])?$' shared=' --workdir=(gs:/)?/' # patterns; bash 3.2 takes them from variables alone
@@ -52,7 +53,7 @@ read_options() { # of the command line, or remembered ones; what follows -- are 
       --spot) spot=1 ;;
       --alpha) alpha=1 ;;
       --internal-ip | --tunnel-through-iap) reach=("$1") ;;
-      --dry_run) dry_run=1 ;;
+      --dry_run | --dry-run) dry_run=1 ;; # the second is gcloud's spelling
       --)
         shift
         flags=("$@")
@@ -60,7 +61,7 @@ read_options() { # of the command line, or remembered ones; what follows -- are 
         ;;
       --config* | --workdir*) fail "$1: flags of train come after --" ;;
       --?*) asked+=("$1") ;;
-      *) fail "$1: no such option; flags of train come after --" ;;
+      *) fail "$1: no such option; write --flag=value, and flags of train after --" ;;
     esac
     shift
   done
@@ -78,25 +79,26 @@ elif [[ $command != create && $command != run ]]; then
 fi
 [ -n "$zone" ] || fail "--zone=Z is needed, such as --zone=us-east5-a"
 [[ $slices =~ ^[1-9][0-9]*$ ]] || fail "--slices=$slices: must be a number of at least 1"
-if [[ $command == create || $command == run ]]; then
+if [[ $command == resume ]]; then ((${#flags[@]} > 0)) || fail "no run of $name is remembered; start one with: run"; fi
+if [[ $command == create || $command == run || $command == resume ]]; then
   [[ -n $accelerator || " ${asked[*]}" == *" --topology="* ]] ||
     fail "--accelerator=TYPE is needed, such as --accelerator=v5p-64"
   case $accelerator in
-    v4-*) default=tpu-ubuntu2204-base ;;
-    v5litepod-*) default=v2-alpha-tpuv5-lite ;;
-    v5p-*) default=v2-alpha-tpuv5 ;;
-    v6e-*) default=v2-alpha-tpuv6e ;;
+    v4-*) version=tpu-ubuntu2204-base ;;
+    v5litepod-*) version=v2-alpha-tpuv5-lite ;;
+    v5p-*) version=v2-alpha-tpuv5 ;;
+    v6e-*) version=v2-alpha-tpuv6e ;;
     7x* | tpu7x*) fail "--accelerator=$accelerator: Google has this generation on GKE only, see launch/gke" ;;
+    '') [ -n "$runtime" ] || fail "--runtime=VERSION is needed with --topology, such as --runtime=v2-alpha-tpuv5 for v5p" ;;
     *) [ -n "$runtime" ] || fail "--accelerator=$accelerator: known are v4-N, v5litepod-N, v5p-N, v6e-N; else give --runtime=VERSION" ;;
   esac
-  runtime=${runtime:-$default}
+  version=${runtime:-$version}
 fi
 if [[ $command == run ]]; then
   [[ " ${flags[*]} " == *" --config="* ]] || fail "the flags of train come after --, and --config=configs/NAME.py is one of them"
   [[ " ${flags[*]} " =~ $shared ]] ||
     fail "--workdir=gs://BUCKET/DIR (or the absolute path of a mounted one) is needed after --: all workers share it, and it outlives them"
 fi
-if [[ $command == resume ]]; then ((${#flags[@]} > 0)) || fail "no run of $name is remembered; start one with: run"; fi
 
 remember() {
   if [ -n "$dry_run" ]; then return; fi
@@ -155,7 +157,7 @@ create() { # until the TPU is there; what is left of a preempted one is deleted 
     case $state in
       ACTIVE) return ;;
       NONE)
-        gcloud_ create "$name" "${nodes[@]}" ${accelerator:+"--accelerator-type=$accelerator"} "--runtime-version=$runtime" \
+        gcloud_ create "$name" "${nodes[@]}" ${accelerator:+"--accelerator-type=$accelerator"} "--runtime-version=$version" \
           ${spot:+--spot} "${asked[@]}" || exit 1
         created=1
         ;;

@@ -106,7 +106,7 @@ def test_a_run_asks_for_the_tpu_waits_for_it_and_trains_on_all_workers(gcloud):
 
 
 def test_dry_run_prints_the_calls_and_makes_none(gcloud):
-    out, _ = tpu_vm(gcloud, "run", "tpu", *ASKED, "--project=p", "--slices=2", "--dry_run", "--", *TRAIN)
+    out, _ = tpu_vm(gcloud, "run", "tpu", *ASKED, "--project=p", "--slices=2", "--dry-run", "--", *TRAIN)
     assert not (gcloud / "calls.jsonl").exists()
     assert not (gcloud / "refusion_jax").exists()
     lines = [line for line in out.splitlines() if line.startswith("gcloud compute tpus queued-resources ")]
@@ -126,8 +126,9 @@ def test_flags_of_gcloud_go_to_create_as_they_are_and_are_remembered(gcloud):
     reached = {call[0]: reach in call for call in calls(gcloud)}
     assert reached == {"describe": False, "create": False, "ssh": True, "scp": True}
     answer(gcloud, describe=[ABSENT, (0, "ACTIVE")])
-    tpu_vm(gcloud, "create", "tpu", "--network=other")  # in place of those before
-    assert [*CREATED[:-1], "--network=other", PLACE] in calls(gcloud)
+    tpu_vm(gcloud, "create", "tpu", "--network=other", "--accelerator=v6e-8")  # in place of those before
+    accelerator = ["--accelerator-type=v6e-8", "--runtime-version=v2-alpha-tpuv6e"]
+    assert ["create", "tpu", "--node-id=tpu", *accelerator, "--network=other", PLACE] in calls(gcloud)
 
 
 def test_flex_start_by_a_topology_is_asked_of_gcloud_alpha(gcloud):
@@ -238,8 +239,8 @@ def test_what_was_asked_for_is_remembered(gcloud):
         (["run", "tpu", PLACE, "--accelerator=h100-8"], "known are v4-N, v5litepod-N, v5p-N, v6e-N"),
         (["run", "tpu", *ASKED, "--slices=0"], "--slices=0: must be a number of at least 1"),
         (["run", "tpu", PLACE, "--accelerator=tpu7x-8"], "Google has this generation on GKE only"),
-        (["run", "tpu", PLACE, "--topology=4x4x4"], "else give --runtime=VERSION"),
-        (["run", "tpu", *ASKED, "steps"], "steps: no such option; flags of train come after --"),
+        (["run", "tpu", PLACE, "--topology=4x4x4"], "--runtime=VERSION is needed with --topology"),
+        (["run", "tpu", *ASKED, "steps"], "steps: no such option; write --flag=value, and flags of train after --"),
         (["run", "tpu", *ASKED, "--config.steps=1"], "--config.steps=1: flags of train come after --"),
         (["logs", "tpu", PLACE, "--reserved"], "--reserved: no such option of logs"),
         (["run", "tpu", *ASKED], "--config=configs/NAME.py is one of them"),
