@@ -10,13 +10,16 @@ from conftest import MASK, TINY_RUN, config_with, run, tiny_config, tiny_model
 from flax import nnx
 from helpers import Letters, evaluate_on_two
 from local_task import GENERATE
+from test_tokenizers import write_sentencepiece
 
 from refusion_jax import UserError, load_model, load_tokenizer
 from refusion_jax.batch.batch import is_labelled, weigh
 from refusion_jax.batch.rows import Rows, noise_keys, row_index
 from refusion_jax.config import make_objective
 from refusion_jax.config.run_config import read_config
-from refusion_jax.data.packing import PackedRows
+from refusion_jax.data.examples import Example
+from refusion_jax.data.fast_tokenizer import load_tokenizer_file
+from refusion_jax.data.packing import PackedRows, tokenize
 from refusion_jax.data.tokenizer import SentencePieceTokenizer
 from refusion_jax.distributed import sharding
 from refusion_jax.distributed.sharding import make_mesh
@@ -220,6 +223,24 @@ def test_a_text_that_is_cut_between_the_bytes_of_a_character_has_no_more_bytes_t
     rows = PackedRows(tokens, np.ones_like(tokens), np.ones_like(tokens, bool))
     model = tiny_model(vocab_size=288, num_tokens=280)
     assert held_out_bits(model, tokenizer, rows, method="refusion")["bytes"] == len(text.encode())
+
+
+@pytest.mark.parametrize("method", ["refusion", "ar"])
+def test_a_text_has_its_own_bytes_where_a_tokenizer_begins_every_text_with_a_space(method, tmp_path):
+    """Of its own, which `decode` strips, as it does with those at the beginning of a row in the middle of a text."""
+    tokenizer, texts = load_tokenizer_file(write_sentencepiece(tmp_path), "<mask>"), ["a b  a b", "b a b"]
+    examples = [Example(None, texts[0], "one"), Example("a", texts[1], "two")]
+    whole, answer = tokenize(examples, tokenizer, 64)
+    assert tokenizer.name_of(whole.tokens[2]) == "\u2581b"
+    rows = np.zeros((3, 16), np.int32)
+    for row, part in zip(rows, (whole.tokens[:2], whole.tokens[2:], answer.tokens), strict=True):
+        row[: len(part)] = part
+    starts = np.array([[1], [0], [answer.prompt_length]])
+    is_response = (rows > 0) & (np.arange(16)[None] >= starts)
+    packed = PackedRows(rows, (rows > 0).astype(np.int32), is_response)
+    found = held_out_bits(tiny_model(vocab_size=288, num_tokens=280), tokenizer, packed, method=method)
+    first = 2 if method == "ar" else 0  # " b", which only follows another row, is not predicted
+    assert found["bytes"] == len("".join(texts)) - first
 
 
 def test_data_that_cannot_be_evaluated_is_named(tmp_path):

@@ -123,7 +123,7 @@ def held_out_bits(
     """
     system = system_of(how["method"]) if how.get("method") else default_system()
     prompts, responses = documents(rows, system.scoring.needs_prompt)
-    size = sum(_bytes_of(response.tolist(), tokenizer) for response in responses)
+    size = sum(_bytes_of(*texts, tokenizer) for texts in zip(prompts, responses, strict=True))
     if not size:
         return {}
     own = own_share(model, len(prompts))
@@ -143,9 +143,12 @@ def held_out_bits(
     }
 
 
-def _bytes_of(ids: list[int], tokenizer: Tokenizer) -> int:
-    """The length of a text in bytes. It may be cut within a character, which `decode` replaces by U+FFFD."""
-    text = tokenizer.decode(ids)
+def _bytes_of(prompt: np.ndarray, response: np.ndarray, tokenizer: Tokenizer) -> int:
+    """The length of a response in bytes. It may be cut within a character, which `decode` replaces by U+FFFD."""
+    ids = response.tolist()
+    # Whether it goes on after a row or its first token, so that its first space is its own, which `decode` may strip.
+    goes_on = len(prompt) < 2 and (prompt.tolist() or [-1]) != [tokenizer.bos_id]
+    text = tokenizer.continuation(ids) if goes_on else tokenizer.decode(ids)
     return sum(len(tokenizer.spelling(id)) for id in ids) if "\ufffd" in text else len(text.encode())
 
 

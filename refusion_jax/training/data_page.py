@@ -3,9 +3,11 @@
 import itertools
 from collections.abc import Iterator
 
+import jax
 import ml_collections
 import numpy as np
 from etils import epath
+from flax import nnx
 
 from refusion_jax.checkpoints.contents import read_model_config
 from refusion_jax.config import make_objective
@@ -16,6 +18,7 @@ from refusion_jax.distributed.chips import CHIPS
 from refusion_jax.distributed.json_files import read_json_lines
 from refusion_jax.model.flops import count_weights
 from refusion_jax.model.lora import read_lora
+from refusion_jax.model.transformer import Transformer
 from refusion_jax.systems.interface import train_flops_per_row
 from refusion_jax.training.inspection import visible_text
 from refusion_jax.training.run_report import PAGES
@@ -91,8 +94,9 @@ def _estimate(data: PreparedRows, tokenizer: Tokenizer, config: ml_collections.C
     target = read_model_config(path) if (path := find_target_model(config)[1]) else None
     flops = train_flops_per_row(objective, model, row_length, read_lora(config.lora), target)
     epoch = flops * len(data)
+    whole = nnx.eval_shape(lambda: Transformer(model, nnx.Rngs(0)))
     rows = [
-        ("parameters", f"{count_weights(model)[0]:,.0f}"),
+        ("parameters", f"{sum(x.size for x in jax.tree.leaves(nnx.state(whole))):,}"),
         ("tokens of an epoch for each parameter", f"{data.manifest.tokens / count_weights(model)[1]:,.3g}"),
         ("steps of an epoch", f"{len(data) / config.batch_size:,.1f}"),
         (f"epochs in {config.steps:,} steps", f"{config.steps * config.batch_size / len(data):,.2f}"),
