@@ -138,15 +138,15 @@ def main() -> None:
         raise UserError(f"--from={source} is not a directory")
     if _FORMAT.value == "orbax" and not huggingface_config.is_huggingface(source):
         raise UserError(f"--from={source} holds no model of Hugging Face; --format=huggingface merges adapters")
-    source = contents.find_place(source).pinned
-    directory = contents.find_place(source).tokenizer
-    carried = {name: read_file(directory / name) for name in _TOKENIZER_FILES if (directory / name).exists()}
+    place = contents.find_place(source)
+    source, own = place.pinned, place.tokenizer
+    carried = {name: read_file(own / name) for name in _TOKENIZER_FILES if (own / name).exists()}
     dtype = _DTYPE.value or contents.read_dtype(source)
     with created(target) as partial:
         for name, content in carried.items():
             write_file(partial / name, content)
-        if _FORMAT.value != "orbax" and (directory / "checkpoints").exists() and (directory / "config.json").exists():
-            card = model_card(directory, int(source.name), target.name, _FORMAT.value)
+        if place.run:
+            card = model_card(place.run, int(source.name), target.name, _FORMAT.value)
             write_file(partial / "README.md", card)
         if _FORMAT.value == "orbax":
             to_orbax(source, partial, dtype, _OBJECTIVE.value, _MASK.value)

@@ -118,10 +118,9 @@ def measure(checkpoint: epath.Path, data: str) -> dict:
     if useless:
         raise UserError(f"--{useless[0]}: cannot be used with --data, whose text is scored, not decoded")
     method, tokenizer = choose_method(checkpoint, command.given().get("method")), load_tokenizer(checkpoint)
-    place = find_place(checkpoint)
-    is_own = place.step and not place.adapters and (place.directory / "config.json").exists()
+    run = find_place(checkpoint).run
     has_likelihood = system_of(method).scoring is not None
-    if not (is_own or has_likelihood):
+    if not (run or has_likelihood):
         raise UserError(
             f"--data={data}: nothing can be measured on it: {checkpoint} was trained elsewhere, and the likelihood of "
             f"{system_of(method).name} models is not known"
@@ -135,8 +134,8 @@ def measure(checkpoint: epath.Path, data: str) -> dict:
     model = load_model(checkpoint, _DTYPE.value, mesh, command.given().get("weights", "same"))
     measured = {}
     with waiting("scoring"):
-        if is_own:
-            config = read_config(place.directory)
+        if run:
+            config = read_config(run)
             config.update({"row_length": rows.row_length, "eval": {"rows": _LIMIT.value or 0}})
             measured |= heldout.evaluate_model(config, model, [rows])
         if has_likelihood:

@@ -8,10 +8,12 @@ import itertools
 import json
 import types
 
+import jax
 import numpy as np
 import pytest
 from conftest import all_but, causal, config_with, forward, run, tiny_config
 from etils import epath
+from flax import nnx
 from helpers import write_lines, write_tokenizer
 from released_models import CAUSAL, EOS, FILE, MASK, ORDINARY, RECIPES, weights_of
 from safetensors.numpy import save_file
@@ -152,6 +154,22 @@ def test_adapters_of_a_release_have_its_names_and_are_decoded_as_is_asked(load, 
         "--objective=dd: must be one of "
         in run("convert", "--format=orbax", f"--from={base}", "--objective=dd", to, code=2)[1]
     )
+
+
+def test_adapters_of_a_run_are_merged_into_it_without_its_model_card(trained_run, tmp_path):
+    """As `peft` writes them; the run's card would describe how other weights were trained."""
+    c, path = read_model_config(epath.Path(trained_run)), tmp_path / "adapters"
+    path.mkdir()
+    name = "base_model.model.model.layers.{}.self_attn.q_proj.lora_{}.weight"
+    shapes = {"A": [2, c.hidden_size], "B": [c.num_attention_heads * c.head_dim, 2]}
+    every = [(name.format(layer, side), shapes[side]) for layer in range(c.num_hidden_layers) for side in shapes]
+    save_file({name: np.ones(shape, np.float32) for name, shape in every}, path / "adapter_model.safetensors")
+    config = {"peft_type": "LORA", "r": 2, "lora_alpha": 2, "base_model_name_or_path": str(trained_run)}
+    (path / "adapter_config.json").write_text(json.dumps(config))
+    run("convert", "--format=huggingface", f"--from={path}", f"--to={tmp_path}/export")
+    merged, adapted = (nnx.to_pure_dict(nnx.state(load_model(place))) for place in (tmp_path / "export", path))
+    jax.tree.map(np.testing.assert_array_equal, merged, adapted)
+    assert not (tmp_path / "export" / "README.md").exists()
 
 
 @pytest.mark.thorough

@@ -42,6 +42,12 @@ class Place:
         return self.adapters if self.adapters and find_tokenizer_file(self.adapters) else self.directory
 
     @property
+    def run(self) -> epath.Path | None:
+        """The directory of the run of ours that trained the model; None: it was trained elsewhere."""
+        is_own = self.step and not self.adapters and (self.directory / "config.json").exists()
+        return self.directory if is_own else None
+
+    @property
     def pinned(self) -> epath.Path:
         """The path itself or, of a run, that of the step: the run may save others meanwhile."""
         return self.adapters or self.step or self.path
