@@ -102,8 +102,7 @@ class Told:
 
 @pytest.fixture
 def engine():
-    model = sharp_model()
-    own = settings("ar", new=96, eos_id=29, cache_length=128)
+    model, own = sharp_model(), settings("ar", new=96, eos_id=29, cache_length=128)
     engine = Engine(model, own, rows=2)
     engine.start()
     yield engine, model, own
@@ -132,6 +131,19 @@ def test_short_answers_do_not_wait_for_a_long_one(engine):
     assert answers["long"].tokens == decode(model, [long], own).tokens[0]
 
 
+def test_callers_with_many_requests_have_their_turns():
+    """In the only row, whoever came first: an answer of one, then one of the other."""
+    told, engine = Told(), Engine(sharp_model(), settings("ar", new=24, eos_id=29, cache_length=32), rows=1)
+    engine.start()
+    for caller in "abc":
+        request = request_of(engine, [BOS, 5], 24)
+        engine.submit([told.job(f"{caller}{i}", request, told.hold, is_watched=True) for i in range(3)])
+        wait_until(lambda: engine.load["decoding"])
+    names = told.wait(9)
+    engine.close()
+    assert names == ["a0", "b0", "c0", "a1", "b1", "c1", "a2", "b2", "c2"]
+
+
 @pytest.mark.parametrize(("often", "is_few"), [(0.0, False), (math.inf, True)])
 def test_an_answer_is_shown_as_soon_as_it_begins_and_then_as_often_as_people_can_read(
     often, is_few, engine, monkeypatch
@@ -139,12 +151,8 @@ def test_an_answer_is_shown_as_soon_as_it_begins_and_then_as_often_as_people_can
     engine, *_ = engine
     told, shown = Told(), []
     monkeypatch.setattr("refusion_jax.serving.engine.OFTEN", often)
-
-    def watch(answer):
-        shown.append(len(answer.tokens))
-        return True
-
-    engine.submit([told.job("shown", request_of(engine, [BOS, 5], 96), watch, is_watched=True)])
+    request, watch = request_of(engine, [BOS, 5], 96), lambda answer: shown.append(len(answer.tokens)) or True
+    engine.submit([told.job("shown", request, watch, is_watched=True)])
     told.wait(1)
     assert shown[0] < shown[-1]
     assert (len(shown) == 2) == is_few
