@@ -221,6 +221,10 @@ BAD = {
         ["bench", "decode", "--setup=ar slot_size=4"],
         "--setup='ar slot_size=4': slot_size=4: the decoder 'ar' has only ",
     ),
+    "another size": (
+        ["bench", "decode", "--size=8b", "--checkpoint={run}"],
+        "--size=8b: has no effect with --checkpoint",
+    ),
     "setup without a decoder": (["bench", "decode", "--setup="], "unknown"),
     "inspecting nothing": (["inspect_data", "--data={dir}"], "holds no rows (there is no manifest.json)"),
     "inspecting by no run": (
