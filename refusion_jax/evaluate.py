@@ -38,7 +38,7 @@ import jax
 from absl import flags
 from etils import epath
 
-from refusion_jax.checkpoints.contents import choose_method, find_place, load_tokenizer, weights_stamp
+from refusion_jax.checkpoints.contents import choose_method, copy_stamp, find_place, load_tokenizer, weights_stamp
 from refusion_jax.checkpoints.load import load_for, load_model
 from refusion_jax.cli import command, flag_values
 from refusion_jax.cli.errors import UserError, needs
@@ -99,6 +99,8 @@ def main() -> None:
     with together():
         signal.signal(signal.SIGTERM, signal.SIG_DFL)  # with several processes JAX handles it, for training to save
         check_same("the newest step of --checkpoint (name one: DIR/checkpoints/STEP)", checkpoint.name)
+        if jax.process_count() > 1:
+            check_same(f"the model in --checkpoint={checkpoint}", copy_stamp(checkpoint))
         results = measure(checkpoint, _PREPARED.value) if _PREPARED.value else evaluate(checkpoint, output)
         if jax.process_index():
             return

@@ -27,7 +27,7 @@ from etils import epath
 from jax.sharding import Mesh
 
 from refusion_jax.batch.rows import noise_keys
-from refusion_jax.checkpoints.contents import find_own_tokenizer, read_model_config
+from refusion_jax.checkpoints.contents import copy_stamp, find_own_tokenizer, read_model_config
 from refusion_jax.checkpoints.directory import is_complete, saved_steps
 from refusion_jax.checkpoints.lock import check_free, locked
 from refusion_jax.cli import command, flag_values
@@ -134,6 +134,9 @@ def train(
     # 4. The weights to start from, if not random ones, and those of the target model.
     if source:
         check_fits(source, shape, tokenizer)
+    for name, model in (("init_from", source), (key, target)):
+        if model and jax.process_count() > 1:
+            processes.check_same(f"the model in --config.{name}={model}", copy_stamp(model))
     run.initial_weights = program.given_weights(source)
 
     # 5. Train: one session, and another one after every rollback.

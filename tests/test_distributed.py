@@ -2,6 +2,8 @@
 
 import json
 import os
+import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -10,9 +12,11 @@ from pathlib import Path
 import pytest
 import rows_probe
 from conftest import QUICK_COMPILE, ROOT, TINY_RUN, run
-from helpers import ended, free_port, python, start_hosts, wait_for_steps, wait_until, workers
+from etils import epath
+from helpers import ended, free_port, python, start_hosts, tiny_qwen3, wait_for_steps, wait_until, workers
 from local_task import GENERATE
 
+from refusion_jax.checkpoints.contents import copy_stamp
 from refusion_jax.checkpoints.directory import saved_steps
 from refusion_jax.cli.errors import UserError
 from refusion_jax.distributed import processes
@@ -119,6 +123,30 @@ def test_processes_that_would_evaluate_different_steps_are_refused(tmp_path):
         _, err = ended(process)
         assert process.returncode == 2, err
         assert "error: the newest step of --checkpoint (name one: DIR/checkpoints/STEP) is not the same on all" in err
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("command", ["train", "evaluate"])
+def test_processes_whose_copies_of_a_model_differ_are_refused(tmp_path, command):
+    models = [tmp_path / home / "model" for home in "01"]
+    models[0].mkdir(parents=True)
+    tiny_qwen3(models[0])
+    shutil.copytree(*models)
+    assert len({copy_stamp(epath.Path(model)) for model in models}) == 1
+    with next(models[1].glob("*.safetensors")).open("r+b") as file:
+        file.seek(-100, os.SEEK_END)
+        file.write(bytes(4))  # a weight
+    if command == "train":
+        flags = [f"--config={ROOT}/configs/quickstart.py", *TINY_RUN[1:], f"--workdir={tmp_path}/out"]
+        flags += ["--config.init_from=model", "--config.data.tokenizer=model/tokenizer.json", "--config.row_length=128"]
+        flags += ["--config.model.rope_theta=1e6"]
+    else:
+        flags = ["--checkpoint=model", "--tasks=x", f"--output={tmp_path}/out"]
+    line = [sys.executable, "-m", f"refusion_jax.{command}", *flags]
+    for process in start_two(line, [model.parent for model in models], PYTHONPATH=str(ROOT), XLA_FLAGS=QUICK_COMPILE):
+        _, err = ended(process)
+        assert process.returncode == 2, err
+        assert re.search(r"error: the model in --\S+=model is not the same on all hosts \(processes \[1\] differ", err)
     assert not (tmp_path / "out").exists()
 
 

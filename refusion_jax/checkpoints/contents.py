@@ -3,6 +3,8 @@
 import dataclasses
 import hashlib
 import json
+import os
+import zlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -19,12 +21,14 @@ from refusion_jax.data.interface import Tokenizer
 from refusion_jax.data.tokenizer import MASK_PIECE
 from refusion_jax.decoding.requests import Request
 from refusion_jax.decoding.settings import Settings
-from refusion_jax.distributed.storage import absolute
+from refusion_jax.distributed.storage import absolute, opened
 from refusion_jax.model import huggingface, huggingface_config, peft
 from refusion_jax.model.shape import ModelConfig
 from refusion_jax.systems.api import own_settings
 from refusion_jax.systems.interface import PLAIN
 from refusion_jax.systems.registry import decoders_for, default_decoder, default_system, releases, system_of
+
+_END = 1 << 20  # bytes of a file at its beginning, and at its end
 
 
 @dataclasses.dataclass(frozen=True)
@@ -167,6 +171,29 @@ def _stamp(path: epath.Path) -> list[tuple[str, float | str, int]]:
 
 def _stat(path: epath.Path) -> tuple[str, float, int]:
     return str(absolute(path)), path.stat().mtime, path.stat().length
+
+
+def copy_stamp(path: epath.Path) -> str:
+    """A text by which hosts tell that they read copies of one model, at little cost.
+
+    It has the checksums that our checkpoints list; of other models the config, and the sizes and both ends of files.
+    """
+
+    def ends(file: epath.Path) -> tuple[str, int, int]:
+        with opened(file) as content:
+            first, size = content.read(_END), content.seek(0, os.SEEK_END)
+            content.seek(max(0, size - _END))
+            return file.name, size, zlib.crc32(content.read(), zlib.crc32(first))
+
+    place, found = find_place(path), []
+    for directory in filter(None, (place.adapters, None if place.step else place.path)):
+        files = [file for file in directory.iterdir() if file.suffix == ".safetensors" or file.name == "config.json"]
+        found += map(ends, sorted(files))
+    if place.step:
+        found += sorted((name, *of) for name, of in checksums.listed(place.step).items() if name.startswith("params"))
+        adapted = run_directory.read_adapters(place.directory)
+        found += [copy_stamp(adapted[1])] if adapted else []
+    return json.dumps(found)
 
 
 def describe_call(
