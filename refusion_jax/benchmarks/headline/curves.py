@@ -7,7 +7,7 @@ import math
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 
-from refusion_jax.benchmarks.headline.results import OfDecoder, Results, Scored
+from refusion_jax.benchmarks.headline.results import CurveKey, Results, Scored
 from refusion_jax.systems.interface import Claim
 from refusion_jax.systems.registry import systems
 
@@ -50,7 +50,7 @@ class Measured:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Curve(OfDecoder):
+class Curve(CurveKey):
     """The operating points of a decoder, on the models of one system."""
 
     points: tuple[Measured, ...]

@@ -68,8 +68,8 @@ class Trained:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class OfDecoder:
-    """Base of what belongs to a decoder, with the models of one system."""
+class CurveKey:
+    """What identifies a curve: a decoder, and the models of one system; a base class."""
 
     system: str
     start: str  # the system whose weights the training started from; random ones if empty
@@ -90,7 +90,7 @@ def _name(system: str, decoder: str, start: str) -> str:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Scored(OfDecoder):
+class Scored(CurveKey):
     """A decoder at one operating point, on one model."""
 
     seed: int
@@ -113,7 +113,7 @@ class Scored(OfDecoder):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Timed(OfDecoder):
+class Timed(CurveKey):
     """The speeds of a decoder at one operating point in interleaved repeats, on the model of the first seed."""
 
     seed: int
@@ -139,7 +139,7 @@ class BatchEstimate:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class TpuEstimate(OfDecoder):
+class TpuEstimate(CurveKey):
     """The estimates for a decoder on one kind and number of chips."""
 
     model: str  # the size, a name of `bench decode --size`
