@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from etils import epath
 from flax import nnx
+from flax.traverse_util import flatten_dict, unflatten_dict
 from safetensors.numpy import save_file
 
 from refusion_jax.cli.errors import UserError
@@ -50,17 +51,17 @@ def load_params(
             raise UserError(f"{where}: {part.tensor} holds values that are not finite as {goal.dtype}")
         return placed
 
-    params: dict[str, Any] = {}
-    for (*stack, name), part in listed([(weight, part) for weight, parts in weights.items() for part in parts]):
-        goals, own = (target[stack[0]], params.setdefault(stack[0], {})) if stack else (target, params)
-        if not stack:
-            own[name] = read(part, goals[name])
+    goals, params = flatten_dict(target), {}
+    for path, part in listed([(path, part) for path, parts in weights.items() for part in parts]):
+        goal = goals[path]
+        if not part.index:
+            params[path] = read(part, goal)
             continue
-        if name not in own:
-            zeros = functools.partial(jnp.zeros, goals[name].shape, goals[name].dtype)
-            own[name] = jax.jit(zeros, out_shardings=goals[name].sharding)()
-        own[name] = _put(own[name], read(part, goals[name]), part.index)
-    return params
+        if path not in params:
+            zeros = functools.partial(jnp.zeros, goal.shape, goal.dtype)
+            params[path] = jax.jit(zeros, out_shardings=goal.sharding)()
+        params[path] = _put(params[path], read(part, goal), part.index)
+    return unflatten_dict(params)
 
 
 def open_params(
@@ -70,19 +71,18 @@ def open_params(
 
     The target is anything that has the shapes of our weights. Errors are as in `load_params`, also while reading.
     """
-    tensors, weights = _open(path, target, releases)
+    (tensors, weights), shapes = _open(path, target, releases), flatten_dict(target)
 
     def read(name: tuple[str, ...], part: slice) -> np.ndarray:
-        *stack, last = name
-        shape = (target[stack[0]] if stack else target)[last].shape
+        shape = shapes[name].shape
         wanted = range(*part.indices(shape[0]))
         found = []
         for each in weights[name]:
-            if not stack or each.index[0] in wanted:
+            if not each.index or each.index[0] in wanted:
                 found.append(each.ours(tensors.read(each.tensor, each.whole)))
                 if not np.isfinite(found[-1]).all():
                     raise UserError(f"{tensors.place_of(each.tensor)}: {each.tensor} holds values that are not finite")
-        if stack:
+        if each.index:
             return np.stack(found).reshape(len(wanted), *shape[1:])
         missing = shape[0] - len(found[0])
         return np.pad(found[0], [(0, missing)] + [(0, 0)] * (len(shape) - 1))[part] if missing else found[0][part]
@@ -172,10 +172,10 @@ def save(model: Transformer, path: epath.PathLike, objective: str | None = None)
 def _their_tensors(params: dict[str, Any], config: ModelConfig) -> dict[str, tuple[int, Callable[[], np.ndarray]]]:
     """Every tensor by its Hugging Face name: (bytes, a function that brings it to the host)."""
     found: dict[str, list[tuple[Part, jax.Array]]] = {}
-    for (*stack, name), parts in layout(params, config.family, {}, config.vocab_size):
-        weight = (params[stack[0]] if stack else params)[name]
+    weights = flatten_dict(params)
+    for path, parts in layout(params, config.family, {}, config.vocab_size):
         for part in parts:
-            found.setdefault(part.tensor, []).append((part, weight))
+            found.setdefault(part.tensor, []).append((part, weights[path]))
     return {
         name: (math.prod(parts[0][0].whole) * parts[0][1].dtype.itemsize, functools.partial(_on_host, parts))
         for name, parts in found.items()

@@ -14,6 +14,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from flax.traverse_util import flatten_dict, unflatten_dict
 from jax.sharding import NamedSharding, PartitionSpec
 
 from refusion_jax.cli.errors import SettingError
@@ -37,14 +38,10 @@ class Lora:
 
     def split(self, tree: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
         """Splits a tree by names of weights: (trained: adapters, and what `full` names; frozen)."""
-        trained, frozen = {}, {}
-        for name, value in tree.items():
-            if isinstance(value, dict):
-                trained[name], frozen[name] = self.split(value)
-            else:
-                is_trained = name[-2:] in ("_a", "_b") or re.fullmatch(self.full, name)
-                (trained if is_trained else frozen)[name] = value
-        return trained, frozen
+        flat = flatten_dict(tree)
+        trained = {at for at in flat if at[-1][-2:] in ("_a", "_b") or re.fullmatch(self.full, at[-1])}
+        parts = trained, flat.keys() - trained
+        return tuple({"layers": {}} | unflatten_dict({at: flat[at] for at in sorted(part)}) for part in parts)
 
     def without_adapters(self, tree: dict[str, Any]) -> dict[str, Any]:
         """The weights of the model itself in a tree by names of weights."""
@@ -107,5 +104,4 @@ def add_adapters(layers: nnx.Module, lora: Lora, rngs: nnx.Rngs) -> None:
 
 def combine(first: dict[str, Any], second: dict[str, Any]) -> dict[str, Any]:
     """The union of two trees by names; where both have an entry, the first one's."""
-    both = {k: combine(first[k], second[k]) for k in first.keys() & second.keys() if isinstance(first[k], dict)}
-    return second | first | both
+    return unflatten_dict(flatten_dict(second) | flatten_dict(first))

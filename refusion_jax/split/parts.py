@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from flax.traverse_util import flatten_dict
 
 from refusion_jax.checkpoints.weights import Reader
 from refusion_jax.model.interface import rounded_weight
@@ -67,8 +68,7 @@ def fingerprint(read: Reader, config: ModelConfig, dtype: str) -> bytes:
     """
     content = hashlib.blake2b(f"{config} {dtype}".encode(), digest_size=16)
     whole = nnx.to_pure_dict(nnx.state(nnx.eval_shape(lambda: Transformer(config, nnx.Rngs(0), dtype))))
-    for path, weight in jax.tree.leaves_with_path(whole):
-        name = tuple(key.key for key in path)
+    for name, weight in sorted(flatten_dict(whole).items()):
         end = weight.shape[0]
         entries = min(-(-_HASHED // math.prod(weight.shape[1:])), end)
         for part in (slice(0, entries), slice(end - entries, end)):

@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import optax
 from flax import nnx, struct
+from flax.traverse_util import flatten_dict
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, ArrayLike, Bool, Float32, Int32, UInt32
 
@@ -95,21 +96,16 @@ def state_shardings(mesh: Mesh, axes: dict, abstract: TrainState) -> TrainState:
     A moment without one axis of its weight (means over rows or columns) is split by the remaining axes. `axes` are the
     logical axis names of every weight, as a tree; `abstract` has the shapes of the state.
     """
-    axes_by_name = jax.tree.leaves_with_path(axes, is_leaf=lambda x: isinstance(x, tuple))
-    own = {_names(path): sharding.sharding(mesh, *names) for path, names in axes_by_name}
-    weights = {_names(path): weight for path, weight in jax.tree.leaves_with_path(abstract.weights)}
+    own = {name: sharding.sharding(mesh, *names) for name, names in flatten_dict(axes).items()}
+    weights = flatten_dict(abstract.weights)
 
     def like_weight(path, x):
-        names = _names(path)
+        # The path of an array of the optimizer ends with the names of its weight.
+        names = tuple(key.key for key in path if isinstance(key, jax.tree_util.DictKey))
         name = next((names[i:] for i in range(len(names)) if names[i:] in weights), None)
         return sharding.sharding(mesh) if name is None else _moment_sharding(x, weights[name], own[name])
 
     return jax.tree.map_with_path(like_weight, abstract)
-
-
-def _names(path: tuple) -> tuple[str, ...]:
-    """The dictionary keys on a path; for optimizer arrays they end with those of the weight."""
-    return tuple(key.key for key in path if isinstance(key, jax.tree_util.DictKey))
 
 
 def _moment_sharding(moment: Any, weight: Any, own: NamedSharding) -> NamedSharding:
