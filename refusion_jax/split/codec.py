@@ -17,6 +17,7 @@ Axes: T tokens, D hidden size.
 """
 
 import dataclasses
+import io
 import math
 import zlib
 
@@ -94,7 +95,7 @@ class Codec:
         outliers = parts.take("<f4", counts.sum())
         half = (1 << (bits - 1)) - 1
         if is_deflated:
-            numbers = _inflate(parts.rest(), n * D).view(np.int8).reshape(n, D).astype(np.int32)
+            numbers = _inflate(parts.read(), n * D).view(np.int8).reshape(n, D).astype(np.int32)
         else:
             numbers = np.zeros((n, D), np.int32)
             for b in np.unique(bits):
@@ -166,21 +167,15 @@ def _inflate(content: bytes, size: int) -> np.ndarray:
     return np.frombuffer(plain, np.uint8)
 
 
-class _Parts:
+class _Parts(io.BytesIO):
     """Reads consecutive arrays from bytes."""
 
-    def __init__(self, content: bytes):
-        self._content, self._at = content, 0
-
     def take(self, dtype: str, count: int) -> np.ndarray:
-        begin, self._at = self._at, self._at + np.dtype(dtype).itemsize * int(count)
-        if self._at > len(self._content):
+        content = self.read(size := np.dtype(dtype).itemsize * int(count))
+        if len(content) < size:
             raise UserError("compressed tokens end too early")
-        return np.frombuffer(self._content[begin : self._at], dtype)
-
-    def rest(self) -> bytes:
-        return self._content[self._at :]
+        return np.frombuffer(content, dtype)
 
     def end(self) -> None:
-        if self.rest():
+        if self.read():
             raise UserError("compressed tokens are followed by something else")
