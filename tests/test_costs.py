@@ -10,7 +10,7 @@ from refusion_jax.distributed.chips import Calibration, find_chip, peak_flops
 from refusion_jax.planning import costs
 from refusion_jax.planning.costs import GATHER_BY_SUM, Collective, Costs, Operation, count, first_group, keys_seen
 from refusion_jax.planning.estimate import estimate
-from refusion_jax.planning.hlo import parse
+from refusion_jax.planning.hlo import Instruction, parse
 
 LOOP = """
 HloModule loop
@@ -49,6 +49,15 @@ def test_a_loop_counts_as_often_as_it_runs_and_once_where_the_data_decides():
     assert costs.bytes == 5 * (4 * (4 * 8 + 8 * 8 + 4 * 8) + 3 * 4)  # the product, and the counter's addition
     open_ended = LOOP.replace("compare(%i.1, %limit), direction=LT", "compare(%i.1, %limit), direction=NE")
     assert count(parse(open_ended), chips_per_slice=1).flops == 2 * 4 * 8 * 8
+
+
+def test_an_instruction_has_the_fields_that_its_docstring_names():
+    drawn = re.findall(r"^ +((?:ROOT )?%.+)$", Instruction.__doc__, re.MULTILINE)
+    text = "\n  ".join(["ENTRY %main () -> f32[4,8] {", *drawn]) + "\n}\n"
+    x, w, y = parse(text).computations["main"].instructions.values()
+    assert (y.name, y.type, y.opcode, y.operands) == ("y", "f32[4,8]{1,0}", "dot", (x, w))
+    assert (y.literal, y.attributes, y.is_root) == ("", drawn[-1].partition(")")[2], True)
+    assert (x.literal, w.literal) == ("0", "1")
 
 
 def test_elements_of_tuples_are_found_where_they_are_used():
