@@ -27,6 +27,7 @@ from refusion_jax.evaluation import benchmark, heldout
 from refusion_jax.evaluation.harness import EvaluatedModel
 from refusion_jax.evaluation.heldout import evaluate_model, find_held_out, make_held_out, make_loss, pick, place
 from refusion_jax.evaluation.likelihood import held_out_bits
+from refusion_jax.model import huggingface
 from refusion_jax.model.transformer import Transformer
 from refusion_jax.systems.registry import default_decoder, find_system
 from refusion_jax.training.metrics import read_metrics
@@ -89,6 +90,18 @@ def test_the_loss_of_a_set_is_that_of_one_batch_of_all_its_rows_on_any_devices(o
     assert one.keys() == eight.keys()
     for name, value in one.items():
         assert eight[name] == pytest.approx(value, abs=1e-6, rel=1e-6)
+
+
+def test_the_loss_of_a_model_that_reads_hidden_states_of_another_is_that_with_the_other(tmp_path):
+    model, other, rows = tiny_model(num_hidden_layers=1), tiny_model(1), some_rows(8)
+    huggingface.save(other, tmp_path)
+    config = config_with(**SIZES, objective="dflash", **{"dflash.reads": str(tmp_path)})
+    found = evaluate_model(config, model, [rows])["eval_loss"]
+    batch = make_objective(config, MASK).corrupt(
+        Rows(*map(jax.numpy.asarray, vars(rows).values())), noise_keys(0, 0, 8)
+    )
+    model.target_model = other
+    assert found == pytest.approx(float(weigh(jax.jit(model.cross_entropy)(batch)[0], batch)["mdm"]), rel=1e-6)
 
 
 def test_documents_are_told_apart_by_slot_size_and_mask_ratio():

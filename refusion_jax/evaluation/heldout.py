@@ -21,6 +21,7 @@ from jax.sharding import Mesh
 
 from refusion_jax.batch.batch import Batch, is_labelled, weigh
 from refusion_jax.batch.rows import Rows, noise_keys
+from refusion_jax.checkpoints.load import load_model
 from refusion_jax.cli.errors import UserError
 from refusion_jax.config import make_objective
 from refusion_jax.data.dataset import prepared_paths, read_rows
@@ -111,12 +112,15 @@ def evaluate_model(
     The loss does not depend on the batch size, which is chosen for the devices here. The config is that of the model's
     run, with the row_length and eval.rows of the sets.
     """
-    mesh, (graphdef, params) = model.mesh, nnx.split(model)
-    config = config.copy_and_resolve_references()
+    mesh, config = model.mesh, config.copy_and_resolve_references()
+    objective = make_objective(config, model.config.mask_token_id, model.config.eos_token_id)
+    if objective.reads:
+        model = nnx.clone(model)
+        model.target_model = load_model(objective.reads, str(model.dtype), mesh)
+    graphdef, params = nnx.split(model)
     rows = max(1, min(_ROWS, _TOKENS // config.row_length))
     config.update({"batch_size": rows * sharding.shard_count(mesh, "batch"), "accumulation": 1})
     with jax.set_mesh(mesh):
-        objective = make_objective(config, model.config.mask_token_id, model.config.eos_token_id)
         loss = make_loss(config, place(config, pick(config, sets), mesh), graphdef, objective)
         values = jax.device_get(loss(nnx.to_pure_dict(params)))
     return {name: float(value) if np.isfinite(value) else None for name, value in values.items()}
