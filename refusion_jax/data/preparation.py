@@ -90,7 +90,7 @@ class Preparation:
                     "before; name another directory if their content has changed",
                     output,
                 )
-            _clean(output)
+            (output / PROGRESS).rmtree(missing_ok=True)
             return manifest
         begun = {"plan": plan, "files": self._times}
         is_new = _check_unfinished(output, begun)
@@ -193,7 +193,7 @@ class Preparation:
                 times=self._times,
             )
             write_file(directory / FILE, json.dumps(dataclasses.asdict(manifest), indent=1) + "\n")
-        _clean(output)
+        (output / PROGRESS).rmtree()
         return manifest
 
     def _check_any(self, shards: dict[str, tuple], reports: list[Report], dropped: dict[str, int]) -> None:
@@ -239,8 +239,3 @@ def _only_one(progress: epath.Path) -> Iterator[None]:
             for left in split.glob(".tmp-*"):  # from a killed process
                 left.unlink()
         yield
-
-
-def _clean(output: epath.Path) -> None:
-    if (output / PROGRESS).exists():
-        (output / PROGRESS).rmtree()

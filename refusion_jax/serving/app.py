@@ -103,9 +103,7 @@ async def chats(body: Annotated[Chat, _parsed(Chat)], service: Served, request: 
     choices = await anyio.to_thread.run_sync(service.chat, body, limiter=_threads(request, body))
     if body.stream:
         reply = Reply(service, body, "chatcmpl", "chat.completion.chunk", choices)
-        return await reply.stream(
-            lambda delta, scores: {"delta": _said(delta), "logprobs": scores}, begins_with_role=True
-        )
+        return await reply.stream(lambda delta, scores: {"delta": _said(delta), "logprobs": scores})
     return _json(await Reply(service, body, "chatcmpl", "chat.completion", choices).whole(request, _message))
 
 

@@ -154,20 +154,16 @@ class Reply:
         ]
         return {**self._head, "choices": choices, "usage": self._usage()}
 
-    async def stream(
-        self, fields: Callable[[Delta, dict[str, Any] | None], dict[str, Any]], begins_with_role: bool = False
-    ) -> EventStream:
+    async def stream(self, fields: Callable[[Delta, dict[str, Any] | None], dict[str, Any]]) -> EventStream:
         """The choices as server-sent events, each with the text that has become certain.
 
-        `fields` returns the fields of a choice from (a delta, its `logprobs`). In a chat the first event has the role.
+        `fields` returns the fields of a choice from (a delta, its `logprobs`).
         """
         self._submit(is_watched=True)
         headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}  # nginx holds events back otherwise
-        return EventStream(self._events(fields, begins_with_role), headers=headers, media_type="text/event-stream")
+        return EventStream(self._events(fields), headers=headers, media_type="text/event-stream")
 
-    async def _events(
-        self, fields: Callable[[Delta, dict[str, Any] | None], dict[str, Any]], begins_with_role: bool
-    ) -> AsyncIterator[bytes]:
+    async def _events(self, fields: Callable[[Delta, dict[str, Any] | None], dict[str, Any]]) -> AsyncIterator[bytes]:
         options, service = self._body.stream_options or StreamOptions(), self._service
         decode = service.decoding(self._body)
         scored = [ScoredStream(service.scorer, decode, self._body, one) for one in self._choices]
@@ -180,11 +176,13 @@ class Reply:
 
         try:
             for number, one in enumerate(self._choices):
-                start = {"delta": {"role": "assistant", "content": ""}} if begins_with_role else None
-                if isinstance(self._body, Completion) and self._body.echo:
+                if isinstance(self._body, Chat):
+                    start = {"delta": {"role": "assistant", "content": ""}}
+                elif self._body.echo:
                     start = {"text": service.echoes([one])[0], "logprobs": await scored[number].of(None)}
-                if start:
-                    yield event([{"index": number, **start, "finish_reason": None}])
+                else:
+                    break
+                yield event([{"index": number, **start, "finish_reason": None}])
             async for number, delta in self._arriving():
                 said = delta.text or delta.calls or delta.finish_reason
                 if said or self._body.watch or (self._body.commits and delta.commits):
