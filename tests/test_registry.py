@@ -158,6 +158,8 @@ def test_two_systems_that_decode_each_others_models_are_registered_one_of_them_t
         registry.register(system)
     assert registry.decoders_for("first") == ["first", "second"]
     assert registry.decoders_for("second") == ["second", "first"]
+    with pytest.raises(UserError, match="objective=third: no file in .* and no entry point has this system"):
+        registry.default_decoder("third")
 
 
 def test_a_batch_that_does_not_fit_is_refused_before_the_run_has_a_directory(tmp_path):
@@ -202,6 +204,7 @@ def test_a_batch_that_does_not_fit_is_refused_with_the_name_of_its_objective(cha
     [
         (lambda before, after: after.replace(active=before.active), "Odd.step: does not end: [0-9]+ forwards have"),
         (lambda _, after: after.replace(record=endless(after.record)), "Odd.step: does not end"),
+        (lambda before, after: after.replace(active=before.active, record=more(before.record)), "Odd.step: does not"),
         (lambda _, after: half_precise(after), "Odd.step: state.settings.[a-z_]* was .*, and is bfloat16"),
         (lambda _, after: (after, 1), "returns tuple, not a state"),
         (lambda _, after: move(after, positions=50), "decoder 'odd' commits .* should not decode"),
@@ -253,6 +256,11 @@ def half_precise(state):
 def endless(record):
     """A record whose third token is always taken back."""
     return record.replace(count=record.count % 3)
+
+
+def more(record):
+    """A record that has a token more after each pass, although it is full."""
+    return record.replace(count=record.count + 1)
 
 
 def move(state, **by):

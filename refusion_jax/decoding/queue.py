@@ -224,7 +224,8 @@ class RunningBatch:
         s = self._state
         with jax.set_mesh(self._mesh):
             progress = Progress(*fetch((s.active, s.record, s.forwards, s.rounds, self._trajectory, self._drafts)))
-        count, name = progress.record.count, type(self._decoder).__name__  # decoders may also take tokens back
+        record, name = progress.record, type(self._decoder).__name__  # decoders may also take tokens back
+        count = np.minimum(record.count, record.tokens.shape[1])  # more are none: they overwrite the last ones
         self._idle = 0 if np.any(count > self._committed) else self._idle
         self._committed = np.maximum(count, self._committed)
         if self._idle > _IDLE:

@@ -196,5 +196,6 @@ def default_decoder(objective: str) -> str:
     """Name of the first decoder for models of a system; UserError if there is none."""
     if names := decoders_for(objective):
         return names[0]
-    why = "its models do not decode by themselves" if objective in systems() else "this system is not installed here"
+    unknown = "no file in refusion_jax/systems and no entry point has this system"  # perhaps a config file did
+    why = "its models do not decode by themselves" if objective in systems() else unknown
     raise UserError(f"objective={objective}: {why}")
