@@ -83,8 +83,10 @@ def show(figures: dict, problems: list[Problem], decoded: Decoded, tokenizer: To
             method, f"{f['accuracy']:.1%}", f"{f['tokens_per_forward']:.2f}", f"{f['tokens_per_second']:,.0f}"
         )
     console.print(table)
-    console.print("Three answers in parts; the number tells which was written first, second, third ...")
-    for i in examples(problems, decoded, tokenizer, size):
+    shown = examples(problems, decoded, tokenizer, size)
+    if shown:
+        console.print("Right answers in parts; the number tells which was written first, second, third ...")
+    for i in shown:
         cost = f"({len(decoded.tokens[i])} tokens by {decoded.forwards[i]} forwards)"
         console.print(f"\n{problems[i].query}  {cost}", style="bold", markup=False, highlight=False)
         for order, text in written_parts(decoded, i, tokenizer, size):

@@ -71,6 +71,14 @@ def test_slots_are_shown_in_text_order_with_the_time_of_their_writing():
     assert quickstart.written_parts(answer, 0, Letters(), 4) == [(2, "ABCD"), (1, "EFGH"), (3, "IJ")]
 
 
+def test_answers_are_announced_where_one_is_right(capsys):
+    figures = dict.fromkeys(["problems", "batch_size", "parameters", "train_seconds", "seconds_total"], 1)
+    for answer in (b"pear", b"plum"):
+        given = [Problem("replace", "", "pear")], decoded((answer, [0, 1, 2, 3]))
+        quickstart.show(figures | {"decoders": []}, *given, Letters(), 4)
+        assert ("answers in parts" in capsys.readouterr().out) == (answer == b"pear")
+
+
 def test_examples_are_right_of_three_families_and_show_planning():
     forward, jumpy = [*range(12)], [*range(8, 12), *range(4, 8), *range(4)]
     word, quoted = "pear pear pear", '"pear", "pear", "pear"'
