@@ -1,5 +1,6 @@
 """Commands of README.md and of the folders' READMEs, and notebooks, are run as they are written, but made small."""
 
+import dataclasses
 import importlib.util
 import inspect
 import json
@@ -18,6 +19,7 @@ from conftest import FORKS, QUICK_COMPILE, ROOT, TINY_RUN, all_but, serving
 from helpers import tiny_qwen3
 
 from refusion_jax.benchmarks import __path__ as benchmarks
+from refusion_jax.systems.registry import find_decoder
 
 README = ROOT / "README.md"
 READMES = sorted(path for top in ("launch", "refusion_jax") for path in (ROOT / top).rglob("README.md"))
@@ -267,6 +269,19 @@ def test_flags_keys_and_settings_that_prose_names_are_in_the_code(document):
     known.update(*map(words, blocks(document, "python")))
     for name in re.findall(r"`(?:--(?:no)?)?([a-z][a-z0-9_.]*)(?:=[^`]*)?`", prose):
         assert words(name) <= known, f"{document} names {name}"
+
+
+def test_the_table_of_decode_settings_is_that_of_the_decoders():
+    """Each decoder that a row lists has the row's setting, with the default that it states."""
+    page, listed = (ROOT / "refusion_jax/decoding/README.md").read_text(), []
+    for name, what, decoders in re.findall(r"^\| `(\w+)` \| ([^|]+) \| (the same|`[^|]+`) \|$", page, re.MULTILINE):
+        listed = listed if decoders == "the same" else re.findall(r"`(\w+)`", decoders)
+        for decoder in listed:
+            own = {field.name: field.default for field in dataclasses.fields(find_decoder(decoder).settings)}
+            assert name in own, f"{decoder} has no {name}"
+            for default in re.findall(r"default (\d\.\d|\d)", what):
+                assert str(own[name]) == default, f"{decoder} has {name}={own[name]}"
+    assert listed
 
 
 NOTEBOOKS = sorted((ROOT / "launch" / "notebooks").glob("*.ipynb"))
