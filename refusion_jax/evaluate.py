@@ -74,7 +74,7 @@ _THINKING = flags.DEFINE_bool(
 )
 _EXECUTE = flags.DEFINE_bool("allow_code_execution", False, "Run code that the model writes, in the sandbox")
 _UNSAFE = flags.DEFINE_bool(
-    "unsafe", False, "Run it without namespaces, if the kernel has none: the code can read and write whatever you can"
+    "unsafe", False, "Run that code even if the kernel cannot isolate it: it can then read and write whatever you can"
 )
 _ORDER = flags.DEFINE_enum("order", "left_to_right", ["left_to_right", "random"], "Order of slots for the likelihood")
 _DRAWS = flags.DEFINE_integer(

@@ -325,6 +325,7 @@ def test_help_of_the_benchmarks_names_them():
         (["generate"], "decode.batch_size", "64"),
         (["bench", "decode"], "decode.max_new_tokens", "128"),
         (["evaluate"], "decode.block_length", "0"),
+        (["bench", "serve"], "clients", "1,8,32"),
     ],
 )
 def test_help_tells_the_default_that_the_command_uses(command, flag, default):
@@ -349,6 +350,8 @@ def test_help_explains_every_flag(command):
     flags = [i for i, line in enumerate(lines) if line.startswith("  --")]
     assert flags
     assert all(lines[i + 1].startswith("      ") and len(lines[i + 1].split()) > 1 for i in flags)
+    assert "default: []" not in out
+    assert "repeat this option" not in out  # absl's words, on a line of their own
     if command == "train":
         assert "  --config.model.hidden_size" in lines
     if command == "generate":  # settings of the default decoder, and of no other

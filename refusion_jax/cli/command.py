@@ -348,7 +348,11 @@ def _help(argv: Sequence[str], help_texts: Callable | None, hidden: Callable[[],
 
 def help_page(story: str | None, own: Iterable[flags.Flag]) -> str:
     """A story, unless python -OO has removed it, and the help of each flag."""
-    listed = {f.name: f"{f.help}{'' if f.default in (None, '') else f' (default: {f.default})'}" for f in own}
+    listed = {}
+    for flag in own:
+        default = ",".join(map(str, flag.default)) if isinstance(flag.default, list) else flag.default
+        text = flag.help.partition(";\n")[0]  # absl adds a line to flags that may be given several times
+        listed[flag.name] = text if default in (None, "") else f"{text} (default: {default})"
     return "\n\n".join([(story or "").strip(), _listing("Flags:", listed)])
 
 

@@ -65,7 +65,8 @@ _TRAINING = {
     "profile_steps": Setting((), "first and last step to profile for TensorBoard, such as (10,12)"),
     "debug_nans": Setting(False, "name the first weight, gradient or update that is not finite; slower"),
     "compilation_cache": _one_of(
-        "own | shared | off", "own: your cache directory; shared: DIR, for all hosts (it holds code that is executed)"
+        "own | shared | off",
+        "own: your cache directory; shared: the run's directory, for all hosts (it holds code that is executed)",
     ),
 }
 
