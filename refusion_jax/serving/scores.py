@@ -54,16 +54,22 @@ class Scorer:
         ]
 
     def _of_completion(self, body: Completion, tokens: list[int], scored: list[TokenScore | None]) -> dict[str, Any]:
-        spelled, offsets = self._spelled(tokens, body.echo), [0]
+        spelled, offsets, at, start, run = self._spelled(tokens, body.echo), [], 0, 0, []
         whole = codecs.getincrementaldecoder("utf-8")("replace")
-        for one in spelled:
-            offsets.append(offsets[-1] + len(whole.decode(one)))
+        for token, one in zip(tokens, spelled, strict=True):
+            if whole.getstate()[0] and one and one[0] & 0xC0 != 0x80:  # the character before stays incomplete:
+                at = start + len(self._tokenizer.continuation(run))  # one U+FFFD for it, or one for each byte
+                whole.reset()
+            if not whole.getstate()[0]:
+                start, run = at, []
+            offsets.append(at)
+            at, run = at + len(whole.decode(one)), [*run, token]
         top = [one and self._top(one, token) for one, token in zip(scored, tokens, strict=True)]
         return {
             "tokens": [_text(one) for one in spelled],
             "token_logprobs": [one and one.log_p for one in scored],
             "top_logprobs": top if body.logprobs else None,
-            "text_offset": offsets[:-1],
+            "text_offset": offsets,
         }
 
     def _of_chat(self, body: Chat, tokens: list[int], scored: list[TokenScore]) -> dict[str, Any]:
