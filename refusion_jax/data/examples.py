@@ -219,13 +219,12 @@ def _from_turns(item: dict, turns: Any, where: str | Line, fields: Fields) -> li
     if why := _loss(item):
         return [Bad(where, why, _TALK)]
     system = item.get(SYSTEM_FIELD)
+    if system and isinstance(turns, list):
+        turns = [{"role": "system", "content": system}, *turns]
     try:
-        opening = [{"role": "system", "content": system}] if system else []
-        turns = tuple(turn.pair for turn in _TURNS.validate_python([*opening, *turns] if opening else turns))
+        turns = tuple(turn.pair for turn in _TURNS.validate_python(turns))
     except pydantic.ValidationError as error:
         return [Bad(where, f"not a conversation: turn {validation_fault(error)}", _TALK)]
-    except TypeError as error:
-        return [Bad(where, f"not a conversation: {error}", _TALK)]
     answers = [at for at, (role, _) in enumerate(turns) if at and role == "assistant"]
     if not answers or answers[-1] != len(turns) - 1:
         found = f", not {turns[-1][0]!r:.60}" if turns else ""
