@@ -82,11 +82,15 @@ def test_an_interrupt_ends_a_command_in_one_line_while_it_compiles():
     assert (ended.returncode, ended.stdout, ended.stderr) == (130, "", "error: interrupted\n")
 
 
-def test_an_interrupt_ends_a_command_in_one_line_while_it_is_imported(tmp_path):
+CONSOLE = "import sys; sys.argv[0] = 'bin/refusion'; from refusion_jax.cli.main import main; main()"
+
+
+@pytest.mark.parametrize("call", [("-m", "refusion_jax.train"), ("-c", CONSOLE, "train")])
+def test_an_interrupt_ends_a_command_in_one_line_while_it_is_imported(tmp_path, call):
     """Native code crashed in its initialization, or dropped the exception."""
     drops = "import contextlib, os, signal\nwith contextlib.suppress(KeyboardInterrupt):\n"
     (tmp_path / "jax.py").write_text(f"{drops}    os.kill(os.getpid(), signal.SIGINT)")
-    ended = python("-m", "refusion_jax.train", "--help", PYTHONPATH=f"{tmp_path}:{ROOT}")
+    ended = python(*call, "--help", PYTHONPATH=f"{tmp_path}:{ROOT}")
     assert (ended.returncode, ended.stdout, ended.stderr) == (130, "", "error: interrupted\n")
 
 

@@ -1,6 +1,5 @@
 """`refusion NAME ...` runs a command, as `python -m refusion_jax.NAME ...` does."""
 
-import gc
 import importlib.util
 import pkgutil
 import runpy
@@ -20,10 +19,14 @@ _COMMANDS = sorted(
 
 def main() -> None:
     """Runs the command that the first argument names; the other arguments are its flags."""
-    command.guard(_run)
+    if sys.argv[1:2] and sys.argv[1] in _COMMANDS:  # it has a guard of its own
+        runpy.run_module(f"refusion_jax.{sys.argv.pop(1)}", run_name="__main__", alter_sys=True)
+    else:
+        command.guard(_show)
 
 
-def _run() -> None:
+def _show() -> None:
+    """Lists the commands, or prints the version; UserError for what is neither asked for nor a command."""
     if sys.argv[1:2] in ([], ["--help"], ["-h"]):
         print(f"refusion {refusion_jax.__version__}; refusion NAME --help explains each of:\n")
         for name in _COMMANDS:
@@ -31,11 +34,6 @@ def _run() -> None:
                 story = file.readline().strip().strip('"')
             print(f"  {name:16} {story}")
         return
-    name = sys.argv.pop(1)
-    if name == "--version":
-        print(refusion_jax.__version__)
-        return
-    if name not in _COMMANDS:
-        raise UserError(f"refusion {name!r}: unknown; known: {', '.join(_COMMANDS)}")
-    gc.disable()  # during its import, as with `python -m`
-    runpy.run_module(f"refusion_jax.{name}", run_name="__main__", alter_sys=True)
+    if sys.argv[1] != "--version":
+        raise UserError(f"refusion {sys.argv[1]!r}: unknown; known: {', '.join(_COMMANDS)}")
+    print(refusion_jax.__version__)
