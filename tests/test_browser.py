@@ -116,6 +116,9 @@ def test_the_page_of_the_server_answers(browser, trained_run):
         ended = "return document.querySelector('article:not(.user)') && document.getElementById('stop').disabled"
         WebDriverWait(browser, 60).until(lambda b: b.execute_script(ended))
         assert browser.find_element("css selector", "article:not(.user) .figures").text
+        browser.execute_script("model.id = 'of a server before'; $('name').textContent = model.id")
+        browser.find_element("id", "input").send_keys("Sort 7 3 9 1.", "\n")
+        WebDriverWait(browser, 60).until(lambda b: b.find_element("id", "name").text == f"{trained_run}")
         look(browser, "chat_answered")
         phone = {"width": 360, "height": 640, "deviceScaleFactor": 1, "mobile": False}
         browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", phone)
