@@ -87,6 +87,10 @@ class FastTokenizer(Tokenizer):
         """
         self._path, self.left_out = path, {}
         file = path.with_name("tokenizer_config.json")
+        if not file.exists():
+            raise UserError(
+                f'{file}: is missing; it names the special tokens of {path.name}, as {{"eos_token": "</s>"}}'
+            )
         self._config_content = read_file(file)
         config = parse_json(self._config_content, _Config, f"{file}", extra="ignore")
         try:
