@@ -136,8 +136,9 @@ def test_the_mask_token_is_the_one_that_is_named(tmp_path):
     for mask in ("<mask>", plain.mask_id, 10**6):  # no name, and an id without a token: what the files say
         again = load_tokenizer_file(file, mask)
         assert (again.mask_id, again.size) == (plain.mask_id, plain.size)
-    with pytest.raises(UserError, match=r"tokenizer.json has no mask token '<typo>': name one of its tokens"):
-        load_tokenizer_file(file, "<typo>")
+    for wrong in ("<typo>", plain.name_of(plain.eos_id)):
+        with pytest.raises(UserError, match=rf"tokenizer.json has no mask token '{re.escape(wrong)}': name one of its"):
+            load_tokenizer_file(file, wrong)
 
 
 def write_parts(path, merges=(), **changes):

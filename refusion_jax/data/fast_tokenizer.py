@@ -149,10 +149,10 @@ class FastTokenizer(Tokenizer):
         """The mask token, which is added to the vocabulary if there is none."""
         if isinstance(given, int):
             given = self._tokenizer.id_to_token(given) if 0 <= given < self.size else None
-        elif given not in (MASK_PIECE, MASK_TOKEN) and self._tokenizer.token_to_id(given) is None:
+        elif given not in (MASK_PIECE, MASK_TOKEN) and self._tokenizer.token_to_id(given) in (None, self.eos_id):
             raise UserError(
-                f"{self._path} has no mask token {given!r}: name one of its tokens with --mask_piece (for `train` "
-                f"--config.data.mask_piece), or leave that out, and {MASK_TOKEN} is added"
+                f"{self._path} has no mask token {given!r}: name one of its tokens, but not EOS, with --mask_piece "
+                f"(for `train` --config.data.mask_piece), or leave that out, and {MASK_TOKEN} is added"
             )
         named = (given, MASK_PIECE, self._special.get("mask_token"), MASK_TOKEN)
         mask = next((token for token in named if token and self._tokenizer.token_to_id(token) is not None), MASK_TOKEN)
