@@ -6,7 +6,6 @@ released_models.py says how releases.json was recorded.
 import functools
 import itertools
 import json
-import types
 
 import jax
 import numpy as np
@@ -137,6 +136,7 @@ def test_adapters_of_a_release_have_its_names_and_are_decoded_as_is_asked(load, 
     sides = weights_of({name.format(layer, theirs, side): shapes[side] for layer, theirs, side in every})
     save_file(sides, tmp_path / "adapter_model.safetensors")
     config = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "base_model_name_or_path": str(base)}
+    config |= {"ensure_weight_tying": True}  # of tied matrices, which no adapter here changes
     (tmp_path / "adapter_config.json").write_text(json.dumps(config))
     adapted = load_model(tmp_path)
     for layer, (ours, theirs) in itertools.product(range(2), targets.items()):
@@ -301,6 +301,7 @@ DEFAULTS |= {"pad_token_id": 128004, "bos_token_id": 128000, "eos_token_id": 128
 def test_what_config_json_leaves_out_is_the_familys_default(family, expected, tmp_path):
     shape = tiny_config(family=family, vocab_size=128_256, num_attention_heads=8, **NEEDED.get(family, {}))
     described = huggingface_config.describe(shape, "float32")
+    described["architectures"] = [name.replace("Llama", "LLaMA") for name in described["architectures"]]  # at first
     (tmp_path / "config.json").write_text(json.dumps({k: v for k, v in described.items() if k not in expected}))
     config = huggingface_config.read_model_config(epath.Path(tmp_path))
     assert {key: getattr(config, key) for key in expected} == expected
@@ -383,12 +384,6 @@ def test_a_model_that_has_learnt_to_read_a_mask_token_is_trained_on_with_it(tmp_
     assert "What is" in run("inspect_data", *flags, f"--workdir={tmp_path}")[0]
 
 
-def test_llama_is_also_read_by_the_first_spelling_of_its_class(tmp_path):
-    described = huggingface_config.describe(tiny_config(family="llama"), "float32")
-    (tmp_path / "config.json").write_text(json.dumps(described | {"architectures": ["LLaMAForCausalLM"]}))
-    assert huggingface_config.read_model_config(epath.Path(tmp_path)).family == "llama"
-
-
 @pytest.mark.parametrize("old", [{}, {"rope_theta": 5e5, "rope_scaling": {"type": "linear", "factor": 4.0}}])
 def test_a_rope_where_transformers_5_keeps_it_is_found_also_next_to_the_same_in_older_words(old, tmp_path):
     described = huggingface_config.describe(tiny_config(), "float32")
@@ -402,13 +397,3 @@ def test_a_rope_where_transformers_5_keeps_it_is_found_also_next_to_the_same_in_
 def test_llama_3s_length_is_written_as_a_whole_number():
     scaling = huggingface_config.describe(tiny_config(rope_scaling=(8.0, 1.0, 4.0, 32.0)), "float32")["rope_scaling"]
     assert (scaling.pop("rope_type"), str([*scaling.values()])) == ("llama3", "[8.0, 1.0, 4.0, 32]")
-
-
-def test_a_tokenizer_of_many_more_ids_than_rows_is_another_models(tmp_path):
-    described = huggingface_config.describe(tiny_config(), "float32")
-    (tmp_path / "config.json").write_text(json.dumps(described))
-    own = types.SimpleNamespace(size=32 + 1024, eos_id=2, mask_id=4)
-    assert huggingface_config.read_model_config(epath.Path(tmp_path), own).vocab_size == 1152
-    own.size += 1
-    with pytest.raises(UserError, match="a tokenizer of 1057 ids is not that of 32 rows"):
-        huggingface_config.read_model_config(epath.Path(tmp_path), own)

@@ -3,6 +3,7 @@
 import json
 import random
 import re
+import types
 
 import httpx
 import hypothesis
@@ -11,7 +12,7 @@ import jax.numpy as jnp
 import pytest
 import sentencepiece
 import tokenizers
-from conftest import config_with, serving, sharp_model
+from conftest import config_with, serving, sharp_model, tiny_config
 from etils import epath
 from helpers import write_tokenizer
 
@@ -26,7 +27,7 @@ from refusion_jax.data.tokenizer import SentencePieceTokenizer
 from refusion_jax.decoding.prompts import read_request
 from refusion_jax.decoding.sampling import mask_logits
 from refusion_jax.decoding.settings import TokenIds
-from refusion_jax.model import huggingface
+from refusion_jax.model import huggingface, huggingface_config
 
 TEMPLATE = (
     "{% for m in messages %}{% if m.role == 'system' %}{{ raise_exception('no system turns') }}{% endif %}"
@@ -385,3 +386,13 @@ def test_a_tokenizer_without_a_special_token_is_refused(tmp_path, options, said)
 def test_a_mask_piece_of_another_name_is_trained_and_found_again():
     tokenizer = SentencePieceTokenizer.train(corpus(), 400, "[MASK]")
     assert SentencePieceTokenizer(tokenizer.model, "it", "[MASK]").mask_id == tokenizer.mask_id
+
+
+def test_a_tokenizer_of_many_more_ids_than_rows_is_another_models(tmp_path):
+    described = huggingface_config.describe(tiny_config(), "float32")
+    (tmp_path / "config.json").write_text(json.dumps(described))
+    own = types.SimpleNamespace(size=32 + 1024, eos_id=2, mask_id=4)
+    assert huggingface_config.read_model_config(epath.Path(tmp_path), own).vocab_size == 1152
+    own.size += 1
+    with pytest.raises(UserError, match="a tokenizer of 1057 ids is not that of 32 rows"):
+        huggingface_config.read_model_config(epath.Path(tmp_path), own)

@@ -23,8 +23,9 @@ from refusion_jax.model.tensor_files import INDEX, MODEL, Tensors
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _OF_NO_EFFECT = frozenset(  # on the adapters in the file
-    "auto_mapping eva_config exclude_modules fan_in_fan_out inference_mode layers_pattern layers_to_transform "
-    "lora_dropout megatron_core peft_version qalora_group_size revision runtime_config target_modules task_type".split()
+    "auto_mapping ensure_weight_tying eva_config exclude_modules fan_in_fan_out inference_mode layers_pattern "
+    "layers_to_transform lora_dropout megatron_core peft_version qalora_group_size revision runtime_config "
+    "target_modules task_type".split()
 )
 
 
