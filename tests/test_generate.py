@@ -120,7 +120,7 @@ def test_answers_of_all_parts_stay_where_their_file_cannot_be_written(trained_ru
     parts = [tmp_path / f"out.jsonl.partial-{i}-of-2" for i in (1, 2)]
     full_disk(3 * parts[0].stat().st_size // 2)  # room for each part, and not for both
     _, err = run("generate", *flags, "--part=2/2", code=1)
-    assert err == "error: the output: File too large\n"
+    assert err == f"error: {output}: File too large\n"
     assert all(len(part.read_text().splitlines()) == 21 for part in parts)
     full_disk(-1)
     out, _ = run("generate", *flags, "--part=2/2")

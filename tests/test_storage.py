@@ -180,7 +180,7 @@ def test_a_store_is_known_by_its_prefix_in_every_part_of_a_list(path, is_known):
 def test_a_full_disk_leaves_the_old_file_and_no_part_of_the_new(tmp_path, full_disk):
     storage.write_file(tmp_path / "file", "old")
     full_disk(1)
-    with pytest.raises(OSError, match="File too large"):
+    with pytest.raises(OSError, match=f"File too large: '{tmp_path}/file'$"):
         storage.write_file(tmp_path / "file", "new" * 100)
     full_disk(-1)
     assert [(p.name, p.read_text()) for p in tmp_path.iterdir()] == [("file", "old")]

@@ -80,10 +80,14 @@ def write_file(path: epath.PathLike, content: bytes | str) -> None:
         with open(path, "wb") as file:
             file.write(content)
         return
-    with replacing(path) as temporary, open(temporary, "xb") as file:
-        if mode is not None:
-            os.fchmod(file.fileno(), stat.S_IMODE(mode))
-        file.write(content)
+    try:
+        with replacing(path) as temporary, open(temporary, "xb") as file:
+            if mode is not None:
+                os.fchmod(file.fileno(), stat.S_IMODE(mode))
+            file.write(content)
+    except OSError as error:
+        error.filename = error.filename or str(path)  # a full disk names none
+        raise
 
 
 @contextlib.contextmanager
