@@ -120,6 +120,8 @@ class Forked(subprocess.Popen):
 def main() -> None:
     """Serves until nobody asks any more."""
     gc.disable()  # what is imported stays
+    hard = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
+    resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard))  # the first who asks may have lowered it
     with warnings.catch_warnings(action="ignore"):
         for module in pkgutil.walk_packages(refusion_jax.__path__, "refusion_jax."):
             name = module.name.removeprefix("refusion_jax.")
@@ -188,7 +190,11 @@ def run(command: str, flags: list[str]) -> NoReturn:
     sys.argv = [f"{refusion_jax.__path__[0]}/{command}.py", *flags]
     if command in ("plan", "bench"):
         os.environ["TPU_SKIP_MDS_QUERY"] = "1"
-    sys.dont_write_bytecode = False  # as it is unless a user says otherwise
+    # False unless a user says otherwise; but where files cannot grow, Python 3.11 leaves the beginning of one, which no
+    # later import can read.
+    sys.dont_write_bytecode = resource.getrlimit(resource.RLIMIT_FSIZE)[0] != resource.RLIM_INFINITY
+    if sys.dont_write_bytecode:
+        os.environ["PYTHONDONTWRITEBYTECODE"] = "1"  # for processes that it starts
     code = 0
     try:
         if command == "-c":
