@@ -85,9 +85,8 @@ def define_flags(own: flags.FlagValues) -> None:
 def main(own: flags.FlagValues) -> None:
     """Prints one JSON object per setup and batch size, then a table."""
     batch_sizes = flag_values.read_counts("batch_sizes", own.batch_sizes)
-    for name, other in ("size", "checkpoint"), ("prompt_length", "prompts"):
-        if own[name].present and own[other].value:
-            raise UserError(f"--{name}={own[name].value}: has no effect with --{other}, which has its own")
+    if own["size"].present and own.checkpoint:
+        raise UserError(f"--size={own.size}: has no effect with --checkpoint, which has its own")
     model = load_model(own.checkpoint, own.dtype) if own.checkpoint else random_model(own.size, own.dtype)
     bandwidth = copy_bandwidth()
     system = system_of(choose_method(epath.Path(own.checkpoint), None)) if own.checkpoint else default_system()
