@@ -50,7 +50,7 @@ from refusion_jax.model.interface import LanguageModel
 from refusion_jax.model.shape import ModelConfig
 
 # (slots drafted at once, prefixes followed by masks) -> share of the drafts that are accepted, with slots of 8
-# (benchmarks/results/dense.md).
+# on the problems of benchmarks/results/dense.md.
 _ACCEPTED = {(1, 1): 0.53, (1, 2): 0.54, (2, 2): 0.33}
 _OVERHEAD = 16  # what a forward pass costs besides its tokens, in tokens, at the least
 
