@@ -41,6 +41,16 @@ def start_two(line: list[str], homes: list[Path], **variables: str) -> list[subp
     return [subprocess.Popen(line, cwd=home, env=own, **how) for home, own in zip(homes, envs, strict=True)]
 
 
+def both_refuse(tmp_path: Path, homes: list[Path], command: str, *flags: str, said: str) -> None:
+    """Two processes with the same flags end with one line each, and write nothing to tmp_path/out."""
+    line = [sys.executable, "-m", f"refusion_jax.{command}", *flags]
+    for process in start_two(line, homes, PYTHONPATH=str(ROOT), XLA_FLAGS=QUICK_COMPILE):
+        _, err = ended(process)
+        assert process.returncode == 2, err
+        assert re.search(f"error: {said}", err)
+    assert not (tmp_path / "out").exists()
+
+
 def losses(workdir) -> list[float]:
     """Of every step, and where the held-out set was evaluated all that was found."""
     records = read_metrics(workdir)
@@ -118,12 +128,8 @@ def test_processes_that_would_evaluate_different_steps_are_refused(tmp_path):
     for step, home in enumerate(homes, 7):
         (params := home / "run" / "checkpoints" / str(step) / "params").mkdir(parents=True)
         (params / "x").write_text("")
-    line = [sys.executable, "-m", "refusion_jax.evaluate", "--checkpoint=run", "--tasks=x", f"--output={tmp_path}/out"]
-    for process in start_two(line, homes, PYTHONPATH=str(ROOT)):
-        _, err = ended(process)
-        assert process.returncode == 2, err
-        assert "error: the newest step of --checkpoint (name one: DIR/checkpoints/STEP) is not the same on all" in err
-    assert not (tmp_path / "out").exists()
+    said = r"the newest step of --checkpoint \(name one: DIR/checkpoints/STEP\) is not the same on all"
+    both_refuse(tmp_path, homes, "evaluate", "--checkpoint=run", "--tasks=x", f"--output={tmp_path}/out", said=said)
 
 
 @pytest.mark.parametrize("command", ["train", "evaluate"])
@@ -142,12 +148,8 @@ def test_processes_whose_copies_of_a_model_differ_are_refused(tmp_path, command)
         flags += ["--config.model.rope_theta=1e6"]
     else:
         flags = ["--checkpoint=model", "--tasks=x", f"--output={tmp_path}/out"]
-    line = [sys.executable, "-m", f"refusion_jax.{command}", *flags]
-    for process in start_two(line, [model.parent for model in models], PYTHONPATH=str(ROOT), XLA_FLAGS=QUICK_COMPILE):
-        _, err = ended(process)
-        assert process.returncode == 2, err
-        assert re.search(r"error: the model in --\S+=model is not the same on all hosts \(processes \[1\] differ", err)
-    assert not (tmp_path / "out").exists()
+    said = r"the model in --\S+=model is not the same on all hosts \(processes \[1\] differ"
+    both_refuse(tmp_path, [model.parent for model in models], command, *flags, said=said)
 
 
 @pytest.mark.thorough
@@ -155,12 +157,8 @@ def test_a_directory_that_is_not_shared_is_refused_and_leaves_nothing(tmp_path):
     homes = [tmp_path / "0", tmp_path / "1"]  # a relative path, on machines of their own
     for home in homes:
         home.mkdir()
-    line = [sys.executable, "-m", "refusion_jax.train", *FLAGS, "--workdir=runs/new"]
-    line[3] = f"--config={ROOT}/configs/quickstart.py"
-    for process in start_two(line, homes, PYTHONPATH=str(ROOT), XLA_FLAGS=QUICK_COMPILE):
-        _, err = ended(process)
-        assert process.returncode == 2, err
-        assert "error: --workdir=runs/new is not one directory for all hosts" in err
+    flags = [f"--config={ROOT}/configs/quickstart.py", *FLAGS[1:], "--workdir=runs/new"]
+    both_refuse(tmp_path, homes, "train", *flags, said="--workdir=runs/new is not one directory for all hosts")
     assert list(tmp_path.rglob("runs")) == []
 
 

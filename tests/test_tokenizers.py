@@ -251,13 +251,6 @@ def test_a_vocabulary_that_would_be_cut_otherwise_is_refused(changes, said, tmp_
         load_tokenizer_file(write_parts(tmp_path / "parts", **changes) / "vocab.json", "<mask>")
 
 
-def test_a_tokenizer_without_the_names_of_its_special_tokens_is_refused_with_the_file_that_has_them(tmp_path):
-    write_tokenizer(tmp_path)
-    (tmp_path / "tokenizer_config.json").unlink()
-    with pytest.raises(UserError, match="/tokenizer_config.json: is missing; it names the special tokens"):
-        load_tokenizer_file(tmp_path / "tokenizer.json", "<mask>")
-
-
 def test_a_template_may_use_what_transformers_offers_but_the_date():
     source = "{% for x in [m, 2] %}{{ x | tojson }}{% break %}{% endfor %}{{ strftime_now is defined }}"
     assert ChatTemplate(source, "here").render(m={"a<b>&'\u00e9": 1}) == '{"a<b>&\'\u00e9": 1}False'
@@ -362,6 +355,9 @@ def test_files_that_will_not_do_are_named(tmp_path):
             load_tokenizer_file(tmp_path / name, "<mask>")
     with pytest.raises(UserError, match="tokenizer_config.json names no eos_token"):
         load(tmp_path, eos_token=None)
+    (tmp_path / "tokenizer_config.json").unlink()
+    with pytest.raises(UserError, match="/tokenizer_config.json: is missing; it names the special tokens"):
+        load_tokenizer_file(tmp_path / "tokenizer.json", "<mask>")
     (write_parts(tmp_path / "parts") / "merges.txt").unlink()
     with pytest.raises(UserError, match="merges.txt"):
         load_tokenizer_file(tmp_path / "parts" / "vocab.json", "<mask>")
