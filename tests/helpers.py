@@ -27,6 +27,7 @@ from conftest import EOS, QUICK_COMPILE, ROOT, tiny_model
 
 from refusion_jax.batch.batch import Batch, weigh
 from refusion_jax.batch.rows import Rows
+from refusion_jax.benchmarks.headline.results import Scored
 from refusion_jax.model import huggingface
 from refusion_jax.training.metrics import read_metrics
 
@@ -251,3 +252,11 @@ def tiny_qwen3(path: Path, **changes) -> None:
     sizes = {"num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16}
     sizes |= {"hidden_size": 32, "intermediate_size": 64, "vocab_size": 512, "num_tokens": 512}
     huggingface.save(tiny_model(**sizes | changes, rope_theta=1e6, tie_word_embeddings=True), path)
+
+
+def scored(**fields) -> Scored:
+    """A decoder at an operating point, with these fields and some for the others."""
+    own = {"system": "s", "start": "", "decoder": "d", "seed": 0, "accuracy": 1.0, "families": {}, "commit": "abc"}
+    own |= {"tokens_per_forward": 2.0, "tokens_per_forward_without_eos": 1.75, "tokens_per_forward_with_prefill": 1.5}
+    own |= {"tokens": 32, "forwards": 8, "prompt_tokens": 16.0, "width": 16, "has_cache": True}
+    return Scored(**own | fields)

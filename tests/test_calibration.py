@@ -9,7 +9,7 @@ from pathlib import Path
 import jax
 import pytest
 from conftest import run, tiny_config
-from helpers import SHIPPED, flags_of
+from helpers import SHIPPED, flags_of, scored
 
 from refusion_jax.benchmarks import calibration, decode, gpu
 from refusion_jax.benchmarks.calibration import calibrate, left_out_errors, read_runs
@@ -103,10 +103,7 @@ def test_chips_share_the_work_and_wait_for_each_other():
 
 
 def point(settings: str, **counts: float) -> Scored:
-    about = {"system": "s", "decoder": "d", "start": "", "seed": 0, "settings": settings, "accuracy": 1.0}
-    rates = {f"tokens_per_forward{kind}": 1.0 for kind in ("", "_without_eos", "_with_prefill")}
-    counts = {"tokens": 200, "prompt_tokens": 20.0} | counts
-    return Scored(**about, **rates, **counts, families={}, has_cache=True, commit="abc")
+    return scored(settings=settings, **{"tokens": 200, "prompt_tokens": 20.0} | counts)
 
 
 def batches(*points: Scored) -> list[BatchEstimate]:

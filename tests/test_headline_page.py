@@ -6,7 +6,7 @@ import re
 from dataclasses import replace
 
 import pytest
-from helpers import load_config
+from helpers import load_config, scored
 
 from refusion_jax import UserError
 from refusion_jax.benchmarks.headline import comparison, report
@@ -19,28 +19,9 @@ CONFIGS = load_config("headline")
 
 
 def point(system: str, settings: str, accuracy: float, speed: float, seed: int = 0, start: str = "") -> Scored:
-    return Scored(
-        system=system,
-        start=start,
-        decoder=system,
-        seed=seed,
-        settings=settings,
-        accuracy=accuracy,
-        families={"sum": accuracy},
-        tokens=32,
-        forwards=8,
-        tokens_per_forward=2.0,
-        tokens_per_forward_without_eos=1.75,
-        tokens_per_forward_with_prefill=1.5,
-        prompt_tokens=16.0,
-        width=16,
-        has_cache=True,
-        tokens_per_second={"1": speed, "16": 2 * speed},
-        same_text=1.0,
-        load=1.0,
-        commit="abc",
-        where="here",
-    )
+    about = {"system": system, "start": start, "decoder": system, "seed": seed, "settings": settings}
+    about |= {"accuracy": accuracy, "families": {"sum": accuracy}}
+    return scored(**about, tokens_per_second={"1": speed, "16": 2 * speed}, same_text=1.0, load=1.0, where="here")
 
 
 def timed(points: list[Scored], drift: float = 0.5) -> list[Timed]:
@@ -187,18 +168,9 @@ def test_what_the_page_shows_is_timed_in_interleaved_repeats_once():
 
 
 def test_the_page_has_the_rates_that_were_tried():
-    run_of = Trained(
-        system="ar",
-        start="",
-        seed=0,
-        name="ar_seed0",
-        command="train",
-        learning_rate=0.1,
-        seconds=1.0,
-        tokens=10,
-        losses=[Logged(step=i, tokens=1_000_000 * i, eval_bits_per_byte=0.5 / i) for i in (1, 2)],
-        commit="abc",
-    )
+    how = {"name": "ar_seed0", "command": "train", "learning_rate": 0.1, "seconds": 1.0, "tokens": 10, "commit": "abc"}
+    losses = [Logged(step=i, tokens=1_000_000 * i, eval_bits_per_byte=0.5 / i) for i in (1, 2)]
+    run_of = Trained(system="ar", start="", seed=0, losses=losses, **how)
     bound = [
         Logged(step=2, tokens=tokens, eval_bits_per_byte=bits, eval_bits_per_byte_is_bound=True)
         for tokens, bits in ((2_010_000, 0.5), (1_990_000, 0.7))

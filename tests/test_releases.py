@@ -150,10 +150,8 @@ def test_adapters_of_a_release_have_its_names_and_are_decoded_as_is_asked(load, 
     run("convert", "--format=huggingface", f"--from={tmp_path}", "--objective=d2f", to)
     assert choose_method(tmp_path / "merged", None) == "d2f"
     np.testing.assert_array_equal(*(load_model(path).layers.o_proj[...] for path in (tmp_path, tmp_path / "merged")))
-    assert (
-        "--objective=dd: must be one of "
-        in run("convert", "--format=orbax", f"--from={base}", "--objective=dd", to, code=2)[1]
-    )
+    _, err = run("convert", "--format=orbax", f"--from={base}", "--objective=dd", to, code=2)
+    assert "--objective=dd: must be one of " in err
 
 
 def test_adapters_of_a_run_are_merged_into_it_without_its_model_card(trained_run, tmp_path):
