@@ -138,8 +138,8 @@ def main() -> None:
         raise UserError(f"--from={source} is not a directory")
     if _FORMAT.value == "orbax" and not huggingface_config.is_huggingface(source):
         raise UserError(f"--from={source} holds no model of Hugging Face; --format=huggingface merges adapters")
-    place = contents.find_place(source)
-    source, own = place.pinned, place.tokenizer
+    place = contents.locate(source)
+    source, own = place.path, place.tokenizer
     carried = {name: read_file(own / name) for name in _TOKENIZER_FILES if (own / name).exists()}
     dtype = _DTYPE.value or contents.read_dtype(source)
     with created(target) as partial:

@@ -38,7 +38,7 @@ import jax
 from absl import flags
 from etils import epath
 
-from refusion_jax.checkpoints.contents import choose_method, copy_stamp, find_place, load_tokenizer, weights_stamp
+from refusion_jax.checkpoints.contents import choose_method, copy_stamp, load_tokenizer, locate, weights_stamp
 from refusion_jax.checkpoints.load import load_for, load_model
 from refusion_jax.cli import command, flag_values
 from refusion_jax.cli.errors import UserError, needs
@@ -95,7 +95,7 @@ def main() -> None:
         )
     output = Path(_OUTPUT.value)
     flag_values.check_output("output", output, directory=True)
-    checkpoint = find_place(epath.Path(_CHECKPOINT.value)).pinned
+    checkpoint = locate(epath.Path(_CHECKPOINT.value)).path
     with together():
         signal.signal(signal.SIGTERM, signal.SIG_DFL)  # with several processes JAX handles it, for training to save
         check_same("the newest step of --checkpoint (name one: DIR/checkpoints/STEP)", checkpoint.name)
@@ -120,7 +120,7 @@ def measure(checkpoint: epath.Path, data: str) -> dict:
     if useless:
         raise UserError(f"--{useless[0]}: cannot be used with --data, whose text is scored, not decoded")
     method, tokenizer = choose_method(checkpoint, command.given().get("method")), load_tokenizer(checkpoint)
-    run = find_place(checkpoint).run
+    run = locate(checkpoint).run
     has_likelihood = system_of(method).scoring is not None
     if not (run or has_likelihood):
         raise UserError(

@@ -102,7 +102,7 @@ def check_place(checkpoint: epath.Path, flag: str, output: epath.Path, beginning
     flag_values.check_apart(output, [_INPUT.value] if _INPUT.value else [], flag)
     flag_values.check_file(flag, output, beginning, kind)
     if not is_remote(output) and not is_remote(checkpoint):
-        root = contents.find_place(checkpoint).directory
+        root = contents.locate(checkpoint).directory
         if Path(os.path.realpath(root / "checkpoints")) in Path(os.path.realpath(output)).parents:
             raise UserError(f"--{flag}={output}: lies among the weights of the model; name another place")
 

@@ -138,6 +138,7 @@ def test_processes_whose_copies_of_a_model_differ_are_refused(tmp_path, command)
     models[0].mkdir(parents=True)
     tiny_qwen3(models[0])
     shutil.copytree(*models)
+    (models[0] / "adapter_config.json").write_text("{}")  # which may name a directory of this host
     assert len({copy_stamp(epath.Path(model)) for model in models}) == 1
     with next(models[1].glob("*.safetensors")).open("r+b") as file:
         file.seek(-100, os.SEEK_END)

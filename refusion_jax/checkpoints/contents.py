@@ -5,7 +5,7 @@ import hashlib
 import json
 import os
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from absl import logging
@@ -32,13 +32,22 @@ _END = 1 << 20  # bytes of a file at its beginning, and at its end
 
 
 @dataclasses.dataclass(frozen=True)
-class Place:
+class Location:
     """What a path names: a model of Hugging Face or of a run, perhaps with adapters of `peft` for it."""
 
-    path: epath.Path  # of the model: the path itself or, of adapters, what they adapt
-    directory: epath.Path  # describes the model: of Hugging Face, or of the run
+    directory: epath.Path  # of Hugging Face, or of the run
     step: epath.Path | None  # of a run: the directory of the step in the path, or of the newest; None: of Hugging Face
-    adapters: epath.Path | None  # the path itself, if it is a directory of `peft`
+    adapters: epath.Path | None  # the path itself, if it is a directory of `peft`; the others are then of their base
+
+    @property
+    def base(self) -> epath.Path:
+        """The model without the adapters of `peft`; of a run, its step, since the run may save others meanwhile."""
+        return self.step or self.directory
+
+    @property
+    def path(self) -> epath.Path:
+        """The model, with the adapters."""
+        return self.adapters or self.base
 
     @property
     def tokenizer(self) -> epath.Path:
@@ -51,31 +60,25 @@ class Place:
         is_own = self.step and not self.adapters and (self.directory / "config.json").exists()
         return self.directory if is_own else None
 
-    @property
-    def pinned(self) -> epath.Path:
-        """The path itself or, of a run, that of the step: the run may save others meanwhile."""
-        return self.adapters or self.step or self.path
 
-
-def find_place(path: epath.Path) -> Place:
-    """Classifies a path, which is as for `load_model`; UserError if it names no model."""
+def locate(path: epath.Path) -> Location:
+    """Finds out what a path names, which is as for `load_model`; UserError if it is no model."""
     adapters, path = (path, peft.base_of(path)) if peft.is_peft(path) else (None, path)
-    directory, step = (path, None) if huggingface_config.is_huggingface(path) else find_step(path)
-    return Place(path, directory, step, adapters)
+    return Location(*((path, None) if huggingface_config.is_huggingface(path) else find_step(path)), adapters)
 
 
 def read_model_config(path: epath.Path) -> ModelConfig:
     """The shape of the model at a path; UserError if there is none."""
-    place = find_place(path)
+    place = locate(path)
     if place.step:
         return run_directory.read_model_config(place.directory)
-    return huggingface_config.read_model_config(place.path, find_tokenizer(path), releases=releases())
+    return huggingface_config.read_model_config(place.base, find_tokenizer(path), releases=releases())
 
 
 def read_dtype(path: epath.Path) -> str:
     """The dtype that holds a model's weights without rounding, "float32" or "bfloat16"; UserError without a model."""
-    place = find_place(path)
-    return stored_dtype(place.path) if place.step else huggingface.read_dtype(place.path)
+    place = locate(path)
+    return stored_dtype(place.base) if place.step else huggingface.read_dtype(place.base)
 
 
 def load_tokenizer(path: epath.PathLike) -> Tokenizer:
@@ -87,11 +90,11 @@ def load_tokenizer(path: epath.PathLike) -> Tokenizer:
 
 def find_tokenizer(path: epath.Path, mask_token_id: int | None = None) -> Tokenizer | None:
     """The tokenizer of a run or model, if it has one; by default with the model's mask token."""
-    place = find_place(path)
+    place = locate(path)
     if (file := find_tokenizer_file(place.tokenizer)) is None:
         return None
     if mask_token_id is None and not place.step:
-        mask_token_id = huggingface_config.read_config(place.path, releases()).mask_token_id
+        mask_token_id = huggingface_config.read_config(place.base, releases()).mask_token_id
     elif mask_token_id is None and (place.directory / "model.json").exists():
         mask_token_id = run_directory.read_model_config(place.directory).mask_token_id
     return load_tokenizer_file(file, MASK_PIECE if mask_token_id in (None, -1) else mask_token_id)
@@ -99,7 +102,7 @@ def find_tokenizer(path: epath.Path, mask_token_id: int | None = None) -> Tokeni
 
 def find_own_tokenizer(path: epath.Path) -> epath.Path | None:
     """The file of the tokenizer of a run or model, if there is one."""
-    return find_tokenizer_file(find_place(path).tokenizer) if path.is_dir() else None
+    return find_tokenizer_file(locate(path).tokenizer) if path.is_dir() else None
 
 
 def find_objective(path: epath.Path) -> str | None:
@@ -108,20 +111,20 @@ def find_objective(path: epath.Path) -> str | None:
     A Hugging Face directory whose config.json names no mask token is a plain language model, as one line says, unless
     its tokenizer has ReFusion's. Another one in the vocabulary, such as Gemma's, need not have been trained.
     """
-    place = find_place(path)
+    place = locate(path)
     if place.adapters and (trained_by := peft.find_objective(place.adapters)):
         return trained_by
     if place.step:
         return run_directory.read_objective(place.directory)
-    config = huggingface_config.read_config(place.path, releases())
+    config = huggingface_config.read_config(place.base, releases())
     if config.refusion_jax.objective or config.mask_token_id is not None:
         return config.refusion_jax.objective
-    tokenizer = find_tokenizer(place.path)
+    tokenizer = find_tokenizer(place.base)
     if tokenizer and not tokenizer.adds_mask and tokenizer.name_of(tokenizer.mask_id) == MASK_TOKEN:
         return None
     plain = system_of(default_decoder(PLAIN)).name
     line = "%s/config.json names no mask token: a plain language model, which nobody has adapted; %s decodes it"
-    logging.log_first_n(logging.WARNING, line, 1, place.path, plain)
+    logging.log_first_n(logging.WARNING, line, 1, place.base, plain)
     return plain
 
 
@@ -135,7 +138,7 @@ def choose_method(checkpoint: epath.Path, method: str | None) -> str:
         return method or default_decoder(default_system().name)
     with naming(f"{checkpoint}"):
         default, fitting = default_decoder(objective), decoders_for(objective)
-    adapters = find_place(checkpoint).adapters
+    adapters = locate(checkpoint).adapters
     if method and method not in fitting and (adapters is None or peft.find_objective(adapters)):
         why = f"{checkpoint} was trained with objective={objective}, which decodes with {' or '.join(fitting)}"
         raise SettingError("decode", "method", method, why)
@@ -147,30 +150,14 @@ def chosen_settings(checkpoint: epath.Path, given: dict[str, Any]) -> Settings:
     return own_settings(choose_method(checkpoint, given.get("method")), given)
 
 
-def weights_stamp(path: epath.PathLike, settings: Settings) -> list[tuple[str, float | str, int]]:
+def weights_stamp(path: epath.PathLike, settings: Settings) -> list[tuple[float | str, ...]]:
     """A stamp that changes whenever the weights do, those of auxiliary models included.
 
     It has (name, checksum, bytes) for files of our checkpoints, wherever they are; (path, time, bytes) for others,
     and for their configs, which are edited by hand and say what ends a text, among other things.
     """
     places = [path, *filter(None, (getattr(settings, name) for name in settings.auxiliary_models))]
-    return [entry for place in places for entry in _stamp(epath.Path(place))]
-
-
-def _stamp(path: epath.Path) -> list[tuple[str, float | str, int]]:
-    place = find_place(path)
-    if place.adapters or not place.step:
-        files = sorted(file for file in path.iterdir() if file.suffix in (".safetensors", ".json"))
-        return [*map(_stat, files), *(_stamp(place.path) if place.adapters else [])]
-    listed = {name: found for name, found in checksums.listed(place.step).items() if name.startswith("params")}
-    own = [(name, value, size) for name, (size, value) in sorted(listed.items())]
-    own = own or [_stat(place.step)]  # an old checkpoint, without checksums
-    adapted = run_directory.read_adapters(place.directory)
-    return own + (_stamp(adapted[1]) if adapted else [])
-
-
-def _stat(path: epath.Path) -> tuple[str, float, int]:
-    return str(absolute(path)), path.stat().mtime, path.stat().length
+    return [entry for place in places for entry in _stamp(epath.Path(place), _stat)]
 
 
 def copy_stamp(path: epath.Path) -> str:
@@ -178,22 +165,32 @@ def copy_stamp(path: epath.Path) -> str:
 
     It has the checksums that our checkpoints list; of other models the config, and the sizes and both ends of files.
     """
+    return json.dumps([*filter(None, _stamp(path, _ends))])
 
-    def ends(file: epath.Path) -> tuple[str, int, int]:
-        with opened(file) as content:
-            first, size = content.read(_END), content.seek(0, os.SEEK_END)
-            content.seek(max(0, size - _END))
-            return file.name, size, zlib.crc32(content.read(), zlib.crc32(first))
 
-    place, found = find_place(path), []
-    for directory in filter(None, (place.adapters, None if place.step else place.path)):
-        files = [file for file in directory.iterdir() if file.suffix == ".safetensors" or file.name == "config.json"]
-        found += map(ends, sorted(files))
-    if place.step:
-        found += sorted((name, *of) for name, of in checksums.listed(place.step).items() if name.startswith("params"))
-        adapted = run_directory.read_adapters(place.directory)
-        found += [copy_stamp(adapted[1])] if adapted else []
-    return json.dumps(found)
+def _stamp(path: epath.Path, stamp: Callable[[epath.Path], tuple[float | str, ...]]) -> list[tuple[float | str, ...]]:
+    place = locate(path)
+    if place.adapters or not place.step:
+        files = sorted(file for file in place.path.iterdir() if file.suffix in (".safetensors", ".json"))
+        return [*map(stamp, files), *(_stamp(place.base, stamp) if place.adapters else [])]
+    listed = sorted(checksums.listed(place.step).items())
+    own = [(name, value, size) for name, (size, value) in listed if name.startswith("params")]
+    own = own or [stamp(place.step)]  # an old checkpoint, without checksums
+    adapted = run_directory.read_adapters(place.directory)
+    return own + (_stamp(adapted[1], stamp) if adapted else [])
+
+
+def _stat(path: epath.Path) -> tuple[str, float, int]:
+    return str(absolute(path)), path.stat().mtime, path.stat().length
+
+
+def _ends(path: epath.Path) -> tuple[str | int, ...]:
+    if path.suffix != ".safetensors" and path.name != "config.json":  # others may name what lies elsewhere on each host
+        return ()
+    with opened(path) as content:
+        first, size = content.read(_END), content.seek(0, os.SEEK_END)
+        content.seek(max(0, size - _END))
+        return path.name, size, zlib.crc32(content.read(), zlib.crc32(first))
 
 
 def describe_call(

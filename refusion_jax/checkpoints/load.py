@@ -10,7 +10,7 @@ import numpy as np
 from etils import epath
 from flax import nnx
 
-from refusion_jax.checkpoints.contents import find_objective, find_place, find_tokenizer, read_model_config
+from refusion_jax.checkpoints.contents import find_objective, find_tokenizer, locate, read_model_config
 from refusion_jax.checkpoints.directory import find_step
 from refusion_jax.checkpoints.run_directory import read_adapters
 from refusion_jax.checkpoints.weights import Reader, checked, open_params, restore_params
@@ -99,10 +99,10 @@ def load_auxiliaries(
 
 def load_params(path: epath.Path, target: dict[str, Any]) -> dict[str, Any]:
     """Weights with the shapes, dtypes and shardings of the target."""
-    place = find_place(path)
+    place = locate(path)
     if place.adapters:
-        lora, trained = peft.load(place.adapters, target, huggingface.names_of(place.path, releases()))
-        return checked(path, _merge(lora, load_params(place.path, target), trained, target))
+        lora, trained = peft.load(place.adapters, target, huggingface.names_of(place.base, releases()))
+        return checked(path, _merge(lora, load_params(place.base, target), trained, target))
     if not place.step:
         return huggingface.load_params(path, target, releases=releases())
     if (adapted := read_adapters(place.directory)) is None:
@@ -120,7 +120,7 @@ def open_weights(path: epath.PathLike) -> Reader:
     For a run with adapters, or a directory of adapters, all weights are in memory. The path is as for `load_model`.
     """
     path = epath.Path(path)
-    place = find_place(path)
+    place = locate(path)
     if place.adapters or (place.step and read_adapters(place.directory)):
         return reader_of(load_model(path))
     target = abstract_transformer(read_model_config(path), "float32", local_mesh())[1]

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import ml_collections
 from etils import epath
 
-from refusion_jax.checkpoints.contents import choose_method, find_place, find_tokenizer, read_model_config
+from refusion_jax.checkpoints.contents import choose_method, find_tokenizer, locate, read_model_config
 from refusion_jax.cli.errors import SettingError, UserError, naming
 from refusion_jax.config import check_steps, default_config, make_objective
 from refusion_jax.config.keys import keys
@@ -49,7 +49,7 @@ def adopt_shape(config: ml_collections.ConfigDict, workdir: epath.Path | None = 
         there = began.model if began else dataclasses.asdict(read_model_config(source))
         own = None if began else find_tokenizer(source)
         if config.lora.rank and not began:
-            config.init_from = str(find_place(source).pinned)
+            config.init_from = str(locate(source).path)
     if config.lora.rank and began and epath.Path(began.init_from).is_relative_to(absolute_path(config.init_from)):
         config.init_from = began.init_from
     if config.data.mask_piece == MASK_PIECE and (began or (own and not own.adds_mask)):
@@ -149,6 +149,6 @@ def check_fits(
     if there.local_rope and there.max_position_embeddings < config.max_position_embeddings:
         window = there.max_position_embeddings
         raise UserError(f"--config.row_length must be at most {window}, to which local layers of {path} attend")
-    is_padded = not find_place(path).step and there.vocab_size < config.vocab_size
+    is_padded = not locate(path).step and there.vocab_size < config.vocab_size
     if there.vocab_size != config.vocab_size and not is_padded:
         raise UserError(f"--config.model.vocab_size={config.vocab_size}: {path} has {there.vocab_size}")
