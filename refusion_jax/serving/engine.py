@@ -20,7 +20,6 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import numpy as np
 
@@ -68,25 +67,10 @@ class Job:
     turn: int = 0  # jobs wait in the order of their turns: each of a caller has the next one
     told: float = -math.inf  # time of the last report, by `time.monotonic`
 
-    def tell(self, answer: Answer, is_finished: bool) -> None:
-        """Reports an answer; the job is over if it is finished, or the caller wants no more."""
-        self.told = time.monotonic()
-        if not self.report(answer, is_finished) or is_finished:  # else it stays: the client may have left meanwhile
-            self.is_over = True
-
     def give_up(self, error: Exception) -> None:
         """Tells the caller that there will be no answer, or no more of it."""
         self.is_over = True
         self.fail(error)
-
-
-@dataclasses.dataclass(frozen=True)
-class Outcome:
-    """What the device has decoded of an answer, to be reported."""
-
-    job: Job
-    decoded: tuple[Any, ...]  # of `Progress.of`
-    is_finished: bool
 
 
 def sized(settings: Settings, model: ModelConfig, most: int = 2**31) -> Settings:
@@ -151,7 +135,7 @@ class Engine:
         self._turn = 0  # the latest that a job in the batch has had
         self._rows: dict[int, Job] = {}
         self._taken: list[Job] = []  # being admitted, until the device has confirmed it
-        self._unreported: list[Outcome] = []
+        self._unreported: list[tuple[Job, tuple, bool]] = []  # (job, its `Progress.of`, whether it is finished)
         self._changed = threading.Condition()
         self._started, self._is_closed = threading.Event(), False
         self.failure: Exception | None = None
@@ -316,7 +300,7 @@ class Engine:
             is_finished, is_over = not progress.active[row], job.is_over  # which other threads may set meanwhile
             is_due = job.by_forward or (job.is_watched and now - job.told >= OFTEN)
             if not is_over and (is_finished or is_due):
-                self._unreported.append(Outcome(job, progress.of(row), is_finished))
+                self._unreported.append((job, progress.of(row), is_finished))
             if is_finished or is_over:
                 del self._rows[row]
                 ended.append(row)
@@ -325,13 +309,15 @@ class Engine:
 
     def _report_all(self) -> None:
         """Reports what was read; a fault of one answer must not affect others."""
-        for outcome in self._unreported:
-            job = outcome.job
+        for job, decoded, is_finished in self._unreported:
             if job.is_over:
                 continue
+            job.told = time.monotonic()
             try:
-                answer = read_answer(job.request, *outcome.decoded, self._decoder.ids, not outcome.is_finished)
-                job.tell(answer, outcome.is_finished)
+                answer = read_answer(job.request, *decoded, self._decoder.ids, not is_finished)
+                wants_more = job.report(answer, is_finished)
+                if is_finished or not wants_more:  # else it stays: the client may have left meanwhile
+                    job.is_over = True
             except Exception as error:  # noqa: BLE001  of any kind
                 job.give_up(error)
         self._unreported = []

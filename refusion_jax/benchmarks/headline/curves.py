@@ -49,7 +49,7 @@ class Measured:
         return Figure(score.families[name] for score in self.scores)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True)
 class Curve(CurveKey):
     """The operating points of a decoder, on the models of one system."""
 
@@ -114,10 +114,7 @@ def curves(results: Results) -> list[Curve]:
         curve, settings = key
         speed = {size: Figure(s.tokens_per_second[size] for s in scores) for size in scores[0].tokens_per_second}
         found[curve].append(Measured(settings, scores, tests[key], speed, timed[key]))
-    return [
-        Curve(system=system, start=start, decoder=decoder, points=tuple(own))
-        for (system, start, decoder), own in found.items()
-    ]
+    return [Curve(*curve, tuple(own)) for curve, own in found.items()]
 
 
 def _by_setting(records: Iterable[Scored]) -> Mapping[tuple[tuple[str, str, str], str], list[Scored]]:

@@ -28,7 +28,7 @@ _Record = TypeVar("_Record")
 _PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy")
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True)
 class Logged:
     """A logged step of a training run; None is what was not measured, or was not finite."""
 
@@ -40,7 +40,7 @@ class Logged:
     eval_bits_per_byte_is_bound: bool | None = None
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True)
 class Trained:
     """A training run."""
 
@@ -67,7 +67,7 @@ class Trained:
         return math.inf if found is None else found
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True)
 class CurveKey:
     """What identifies a curve: a decoder, and the models of one system; a base class."""
 
@@ -89,7 +89,7 @@ def _name(system: str, decoder: str, start: str) -> str:
     return system + f" from {start}" * bool(start) + f" by {decoder}" * (system != decoder)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True)
 class Scored(CurveKey):
     """A decoder at one operating point, on one model."""
 
@@ -112,7 +112,7 @@ class Scored(CurveKey):
     where: str | None = None  # the machine
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True)
 class Timed(CurveKey):
     """The speeds of a decoder at one operating point in interleaved repeats, on the model of the first seed."""
 
@@ -126,7 +126,7 @@ class Timed(CurveKey):
     parameters: int | None = None
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True)
 class BatchEstimate:
     """The fastest setting of a decoder for one batch size on TPUs, by arithmetic."""
 
@@ -138,7 +138,7 @@ class BatchEstimate:
     tokens_per_forward: float
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True)
 class TpuEstimate(CurveKey):
     """The estimates for a decoder on one kind and number of chips."""
 

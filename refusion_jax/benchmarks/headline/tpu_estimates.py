@@ -35,12 +35,11 @@ _DTYPE, _ITEMSIZE = "bfloat16", 2  # of weights, cache and activations
 
 def tpu_estimates(points: list[Scored], problems: int) -> list[TpuEstimate]:
     """The estimates for a decoder, one per topology."""
-    system, start, decoder = points[0].curve
-    about, found = {"system": system, "start": start, "decoder": decoder, "model": MODEL}, []
+    found = []
     for topology in TOPOLOGIES:
         batches = [[_estimate(point, problems, topology, size) for point in points] for size in BATCH_SIZES]
         best = [max(own, key=lambda estimate: estimate.tokens_per_second) for own in batches]
-        found.append(TpuEstimate(topology=topology, batches=best, **about))
+        found.append(TpuEstimate(*points[0].curve, MODEL, topology, best))
     return found
 
 
