@@ -52,15 +52,15 @@ def load_params(
         return placed
 
     goals, params = flatten_dict(target), {}
-    for path, part in listed([(path, part) for path, parts in weights.items() for part in parts]):
-        goal = goals[path]
+    for name, part in listed([(name, part) for name, parts in weights.items() for part in parts]):
+        goal = goals[name]
         if not part.index:
-            params[path] = read(part, goal)
+            params[name] = read(part, goal)
             continue
-        if path not in params:
+        if name not in params:
             zeros = functools.partial(jnp.zeros, goal.shape, goal.dtype)
-            params[path] = jax.jit(zeros, out_shardings=goal.sharding)()
-        params[path] = _put(params[path], read(part, goal), part.index)
+            params[name] = jax.jit(zeros, out_shardings=goal.sharding)()
+        params[name] = _put(params[name], read(part, goal), part.index)
     return unflatten_dict(params)
 
 

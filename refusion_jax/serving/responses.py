@@ -76,18 +76,16 @@ AnyItem = Annotated[
 ]
 
 
-class OfFunction(Strict):
-    """The only kind of tool."""
+class FlatTool(Function):
+    """A function that the model may call."""
 
     type: Literal["function"]
 
 
-class FlatTool(Function, OfFunction):
-    """A function that the model may call."""
-
-
-class FlatNamedTool(Named, OfFunction):
+class FlatNamedTool(Named):
     """The function that must be called."""
+
+    type: Literal["function"]
 
 
 class Format(JsonSchema):

@@ -4,6 +4,7 @@ A run that was killed resumes, and runs share neither memory nor compiled progra
 """
 
 import contextlib
+import itertools
 import signal
 import subprocess
 import sys
@@ -46,14 +47,12 @@ def train(run: TrainingRun, directory: Path) -> dict[str, Any]:
 
 def _wait_for(workdir: Path) -> None:
     """Waits until nobody trains in a directory: a comparison that was killed leaves its run training."""
-    said = False
-    while True:
+    for second in itertools.count():
         try:
             return check_free(epath.Path(workdir))
         except UserError as error:
-            if not said:
+            if second % _NEWS_SECONDS == 0:
                 command.say(f"... waiting for a run: {error}")
-        said = True
         time.sleep(1)
 
 
