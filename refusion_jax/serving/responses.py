@@ -76,16 +76,18 @@ AnyItem = Annotated[
 ]
 
 
-class FlatTool(Function):
+class OfFunction(Strict):
+    """The only kind of tool. As the last base it is checked first, so that another kind is told as such."""
+
+    type: Literal["function"]
+
+
+class FlatTool(Function, OfFunction):
     """A function that the model may call."""
 
-    type: Literal["function"]
 
-
-class FlatNamedTool(Named):
+class FlatNamedTool(Named, OfFunction):
     """The function that must be called."""
-
-    type: Literal["function"]
 
 
 class Format(JsonSchema):
