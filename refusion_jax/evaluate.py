@@ -61,7 +61,7 @@ _PREPARED = flags.DEFINE_string("data", None, "Instead of --tasks: score a direc
 _OUTPUT = flags.DEFINE_string("output", None, "Directory for the results: created or continued")
 _INCLUDE = flags.DEFINE_string("include_path", None, "Directory of task files of your own (lm_eval's YAML)")
 _TASK_DATA = flags.DEFINE_string("task_data", None, "Directory with TASK.jsonl, used in place of TASK's download")
-_LIMIT = flags.DEFINE_integer("limit", None, "Only this many problems of each task, or rows of --data", 1)
+_LIMIT = flags.DEFINE_integer("limit", None, "Only the first problems of each task, or rows of --data evenly spaced", 1)
 _FEWSHOT = flags.DEFINE_integer("num_fewshot", None, "Worked examples before each problem", lower_bound=0)
 _CHAT = flags.DEFINE_bool("chat", None, "Render prompts with the tokenizer's chat template; by default if it has one")
 _THINKING = flags.DEFINE_bool(

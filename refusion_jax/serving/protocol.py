@@ -59,7 +59,7 @@ class _Body(Strict):
     top_p: float | None = Field(None, gt=0, le=1)
     seed: int | None = Field(None, ge=0, lt=2**32, description="Of sampling; by default one that the reply reports")
     n: int = Field(1, ge=1, le=_MOST_CHOICES, description="Answers to each prompt, each with its own noise")
-    stop: list[str] | None = Field(None, description="A text, or texts, before which the answer ends")
+    stop: list[str] | None = Field(None, description="Texts before which the answer ends, up to 16 of 256 characters")
     stream: bool = Field(False, description="Send the answer in pieces, as server-sent events")
     stream_options: StreamOptions | None = None
     top_k: int | None = Field(None, ge=-1, lt=2**31, description="Sample from this many tokens; 0 or -1: from all")
