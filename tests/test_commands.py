@@ -62,8 +62,14 @@ BAD = {
     "wrong type": ([*TRAIN, NEW, "--config.steps=many"], "config.steps"),
     "argument that is no flag": ([*TRAIN, NEW, "steps=3"], "unexpected argument 'steps=3': every setting is a --flag"),
     "no config file": (["train", "--config=configs/quick.py", NEW], "--config=configs/quick.py: no such file; here"),
-    "config file that raises": (["train", "--config={dir}/raises.py", NEW], "raises.py: ZeroDivisionError: division"),
-    "config file with an unknown key": (["train", "--config={dir}/old.py", NEW], "learning_rte is not a config key"),
+    "config file that raises": (
+        ["train", "--config={dir}/raises.py", NEW],
+        "raises.py: ZeroDivisionError: division by zero",
+    ),
+    "config file with an unknown key": (
+        ["train", "--config={dir}/old.py", NEW],
+        "--config: learning_rte is not a config key",
+    ),
     "config file that returns nothing": (["train", "--config={dir}/nothing.py", NEW], "get_config() must return a con"),
     "seconds without end": ([*TRAIN, NEW, "--peer_seconds=inf"], "--peer_seconds=inf: must be a number between"),
     "unknown variant": (["train", "--config=configs/small.py:x", NEW], "unknown variant 'x'; known: stdlib"),
@@ -81,7 +87,10 @@ BAD = {
         "blank.txt: cannot train a tokenizer of 512 pieces on this corpus: it has no characters but blanks",
     ),
     "no weights to start from": ([*TRAIN, NEW, "--config.init_from={dir}"], "--config.init_from: "),
-    "no target model": ([*TRAIN, NEW, "--config.objective=dflash", "--config.dflash.reads={dir}"], "dflash.reads: "),
+    "no model to draft for": (
+        [*TRAIN, NEW, "--config.objective=dflash", "--config.dflash.reads={dir}"],
+        "--config.dflash.reads: ",
+    ),
     "no model to read, by a system whose section has another name": (
         ["train", "--config={dir}/drafts.py", NEW, "--config.objective=mine", "--config.own.reads={dir}"],
         "--config.own.reads: ",
@@ -131,7 +140,10 @@ BAD = {
     ),
     "no tokenizer": ([*TRAIN, NEW, "--config.data.tokenizer={dir}/t"], "data.tokenizer={dir}/t: is not a file"),
     "data in no store": ([*TRAIN, NEW, "--config.data.path=http://x/y"], "--config.data.path=http://x/y: names no"),
-    "over the model": ([*ONE, "--output={run}/model.json"], "model.json: exists already, and does not hold answers"),
+    "output over the model": (
+        [*ONE, "--output={run}/model.json"],
+        "model.json: exists already, and does not hold answers; name another place",
+    ),
     "answers over another file": (
         [*ONE, "--output={dir}/good.jsonl"],
         "--output={dir}/good.jsonl: exists already, and does not hold answers",
@@ -156,7 +168,10 @@ BAD = {
         "--input={dir}/pipe: is a pipe, and --compare reads the prompts twice: give a file",
     ),
     "page of a decoder that cannot": ([*ONE, "--watch={dir}/new.html", "--compare=ar"], "--compare=ar: "),
-    "among the weights": ([*ONE, "--output={run}/checkpoints/60/new.jsonl"], "new.jsonl: lies among the weights"),
+    "output between the weights": (
+        [*ONE, "--output={run}/checkpoints/60/new.jsonl"],
+        "new.jsonl: lies among the weights of the model",
+    ),
     "a threshold that exact infilling does not read": (
         [*ONE, "--decode.infill=exact", "--decode.token_threshold=0.5"],
         "--decode.token_threshold=0.5: has no effect with infill=exact",
@@ -206,17 +221,26 @@ BAD = {
         ["bench", "decode", "--setup=ar slot_size=4"],
         "--setup='ar slot_size=4': slot_size=4: the decoder 'ar' has only ",
     ),
-    "another size": (["bench", "decode", "--size=8b", "--checkpoint={run}"], "--size=8b: has no effect with --check"),
+    "another size": (
+        ["bench", "decode", "--size=8b", "--checkpoint={run}"],
+        "--size=8b: has no effect with --checkpoint",
+    ),
     "setup without a decoder": (["bench", "decode", "--setup="], "unknown"),
     "inspecting nothing": (["inspect_data", "--data={dir}"], "holds no rows (there is no manifest.json)"),
-    "inspecting by no run": (["inspect_data", "--config=configs/quickstart.py", "--workdir={dir}"], "holds no run to"),
+    "inspecting by no run": (
+        ["inspect_data", "--config=configs/quickstart.py", "--workdir={dir}"],
+        "holds no run to take the tokenizer from",
+    ),
     "inspecting another run": (
         ["inspect_data", *TRAIN[1:], "--workdir={run}", "--config.seed=1", "--config.data.examples=400"],
         "holds a run with another config (differs in data.examples, seed)",
     ),
     "report on nothing": (["quickstart", "--workdir={dir}"], "holds no checkpoint"),
     "page of no run": (["report", "--workdir={run},{dir}", "--output={dir}/new"], "--workdir={dir}: holds no run"),
-    "an empty run": (["report", "--workdir={dir}/empty", "--output={dir}/new"], "empty: there is no record in its"),
+    "page of an empty run": (
+        ["report", "--workdir={dir}/empty", "--output={dir}/new"],
+        "empty: there is no record in its metrics.jsonl yet",
+    ),
     "page nowhere": (["report", "--workdir={run}"], "--workdir=DIR,DIR and --output=DIR are needed"),
     "page of too many runs": (
         ["report", "--workdir={run},1,2,3,4,5,6,7,8", "--output={dir}/new"],
@@ -245,17 +269,32 @@ BAD = {
     "comparison with no seed": ([*HEADLINE, "--systems=ar:0"], "=ar:0: after the colon, give a number of seeds from 1"),
     "comparison at no rate": ([*HEADLINE, "--systems=ar:1:fast"], ":fast: after the seeds, give one learning rate abo"),
     "comparison of a drafter": ([*HEADLINE, "--systems=dflash"], "--systems=dflash: unknown; known: ar, "),
-    "comparing no answers": ([*HEADLINE, "--config=configs/quickstart.py"], "data.path=tasks has no answers to check"),
-    "from another": ([*HEADLINE, "--adapt_from=ar", "--systems=card"], "--adapt_from=ar: is not among --systems=card"),
+    "comparison without answers": (
+        [*HEADLINE, "--config=configs/quickstart.py"],
+        "data.path=tasks has no answers to check; families has",
+    ),
+    "comparison from another": (
+        [*HEADLINE, "--adapt_from=ar", "--systems=card"],
+        "--adapt_from=ar: is not among --systems=card",
+    ),
     "comparison at no cost": ([*HEADLINE, "--speed_proxy=600x2"], "=600x2: must be a multiple of 128, x and"),
     "drill over a run": (["drill", *TINY_RUN, "--workdir={run}"], "{run} holds checkpoints, which no drill wrote"),
     "drill of no kind": (["drill", *TINY_RUN, NEW, "--kinds=flood"], "--kinds=flood: unknown; known: kill, term,"),
-    "over a run": (["convert", "--format=orbax", "--from={run}", "--to={run}"], "exists; name a new directory"),
+    "conversion over a run": (
+        ["convert", "--format=orbax", "--from={run}", "--to={run}"],
+        "exists; name a new directory",
+    ),
     "measuring no GPU": (["bench", "gpu", "--output={dir}/new"], "--rehearse tries it"),
-    "its rows": ([*PLAN, "--what=decode", "--rows_per_chip=64"], "--rows_per_chip: cannot be used with --what=decode"),
+    "rows for a decoder": (
+        [*PLAN, "--what=decode", "--rows_per_chip=64"],
+        "--rows_per_chip: cannot be used with --what=decode",
+    ),
     "decoding for training": ([*PLAN, "--decode.batch_size=4"], "--decode.batch_size: cannot be used with --what=tr"),
     "a kind of foreign program": ([*DUMP, "--what=decode"], "--what: cannot be used with --hlo"),
-    "decoding a foreign program": ([*DUMP, "--decode.batch_size=4"], "--decode.batch_size: cannot be used with --hlo"),
+    "decoding for a foreign program": (
+        [*DUMP, "--decode.batch_size=4"],
+        "--decode.batch_size: cannot be used with --hlo",
+    ),
 } | {  # which every setup has of its own
     f"{flag} of bench decode": (["bench", "decode", f"--{flag}=7"], f"Unknown command line flag '{flag}'")
     for flag in ("decode.batch_size", "decode.method")

@@ -104,7 +104,16 @@ def test_a_collective_counts_what_a_chip_receives_in_a_ring(line, received):
     assert collective(line).bytes == received
 
 
-@pytest.mark.parametrize(("groups", "over"), [("[2,4]<=[8]", "ici"), ("[4,2]<=[2,4]T(1,0)", "dcn")])
+@pytest.mark.parametrize(
+    ("groups", "over"),
+    [
+        ("{{0,1,2,3},{4,5,6,7}}", "ici"),
+        ("{{0,4},{1,5},{2,6},{3,7}}", "dcn"),
+        ("[2,4]<=[8]", "ici"),
+        ("[4,2]<=[2,4]T(1,0)", "dcn"),
+        ("[1,8]<=[8]", "dcn"),
+    ],
+)
 def test_what_leaves_a_slice_of_four_chips_goes_over_the_data_centre_network(groups, over):
     line = f"%c = f32[16]{{0}} all-reduce(%x), replica_groups={groups}, to_apply=%add"
     assert collective(line, chips_per_slice=4).over == over

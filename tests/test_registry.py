@@ -54,7 +54,10 @@ def undecorated(name: str) -> str:
         (copy_of_llada("llada"), "UserError: system 'llada': 'llada' has this name or one of its decoders' already"),
         (copy_of_llada("odd").replace("def corrupt(", "def corupt("), "UserError: .*its objective has no corrupt"),
         (copy_of_llada("odd").replace('{"odd": reference}', "{}"), "UserError: .*its decoder 'odd' has no reference"),
-        (copy_of_llada("odd").replace('"odd",', '"odd", is_default=True,', 1), "UserError: .*'refusion' is the defaul"),
+        (
+            copy_of_llada("odd").replace('"odd",', '"odd", is_default=True,', 1),
+            "UserError: .*'refusion' is the default",
+        ),
         (copy_of_llada("odd").replace("=MaskedDiffusion,", "=MaskedDiffusion(0),"), "UserError: .*no base class Objec"),
         (copy_of_llada("odd").replace('name="odd"', 'name="o.d"'), "UserError: .*section has no name of letters"),
         (copy_of_llada("odd").replace('former={"eps": 1e-3}', 'block_key="eps"'), "UserError: .*no setting 'eps', its"),
@@ -65,8 +68,14 @@ def undecorated(name: str) -> str:
             copy_of_llada("odd").replace("steps: int = setting(0,", "steps: tuple = setting((0, 1),"),
             "UserError: .*steps has no",
         ),
-        (copy_of_llada("odd").replace('= {"mdm": 1.0}', '= ["mdm"]'), "UserError: .*has coefficients of type list"),
-        (copy_of_llada("odd").replace("= BIDIRECTIONAL", '= "full"'), "UserError: .*has pattern of type str, not Patt"),
+        (
+            copy_of_llada("odd").replace('= {"mdm": 1.0}', '= ["mdm"]'),
+            "UserError: .*has coefficients of type list, not M",
+        ),
+        (
+            copy_of_llada("odd").replace("= BIDIRECTIONAL", '= "full"'),
+            "UserError: .*has pattern of type str, not Patter",
+        ),
         (undecorated("MaskedDiffusion(Objective)"), "UserError: .*its objective has no decorator @dataclass"),
         (undecorated("DiffusionSettings(shared"), "UserError: .*settings class of its decoder 'odd' has no decorator"),
     ],
