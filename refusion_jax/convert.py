@@ -38,10 +38,19 @@ from refusion_jax.systems.registry import releases, systems
 
 _FROM = flags.DEFINE_string("from", None, "Directory to read, local or gs://")
 _TO = flags.DEFINE_string("to", None, "Directory to create, local or gs://")
-_FORMAT = flags.DEFINE_enum("format", None, ["orbax", "huggingface", "peft"], "orbax is ours; peft: only adapters")
+_FORMAT = flags.DEFINE_enum(
+    "format",
+    None,
+    ["orbax", "huggingface", "peft"],
+    "What to write: orbax (ours), huggingface, or peft (only the adapters of a run with lora.rank)",
+)
 _DTYPE = flags.DEFINE_enum("dtype", None, ["float32", "bfloat16"], "Type of the weights written; by default their own")
-_MASK = flags.DEFINE_integer("mask_token_id", None, "Id of the mask token, for orbax; by default as its files say")
-_OBJECTIVE = flags.DEFINE_string("objective", None, "System that trained the model; by default as its files say")
+_MASK = flags.DEFINE_integer(
+    "mask_token_id", None, "Id of the mask token; by default config.json's, or the tokenizer's (format=orbax)"
+)
+_OBJECTIVE = flags.DEFINE_string(
+    "objective", None, "System that trained the model, such as d2f; by default as its files say"
+)
 
 _TOKENIZER_FILES = (
     *("tokenizer.model", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"),

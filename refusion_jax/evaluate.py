@@ -61,7 +61,12 @@ _PREPARED = flags.DEFINE_string("data", None, "Instead of --tasks: score a direc
 _OUTPUT = flags.DEFINE_string("output", None, "Directory for the results: created or continued")
 _INCLUDE = flags.DEFINE_string("include_path", None, "Directory of task files of your own (lm_eval's YAML)")
 _TASK_DATA = flags.DEFINE_string("task_data", None, "Directory with TASK.jsonl, used in place of TASK's download")
-_LIMIT = flags.DEFINE_integer("limit", None, "Only the first problems of each task, or rows of --data evenly spaced", 1)
+_LIMIT = flags.DEFINE_integer(
+    "limit",
+    None,
+    "Only this many problems of each task, from the first on, or rows of --data, evenly spaced",
+    lower_bound=1,
+)
 _FEWSHOT = flags.DEFINE_integer("num_fewshot", None, "Worked examples before each problem", lower_bound=0)
 _CHAT = flags.DEFINE_bool("chat", None, "Render prompts with the tokenizer's chat template; by default if it has one")
 _THINKING = flags.DEFINE_bool(
@@ -72,7 +77,9 @@ _UNSAFE = flags.DEFINE_bool(
     "unsafe", False, "Run that code even if the kernel cannot isolate it: it can then read and write whatever you can"
 )
 _ORDER = flags.DEFINE_enum("order", "left_to_right", ["left_to_right", "random"], "Order of slots for the likelihood")
-_DRAWS = flags.DEFINE_integer("draws", 0, "Random orders or draws to average over; 0: 1 order, 64 draws", 0, 100_000)
+_DRAWS = flags.DEFINE_integer(
+    "draws", 0, "Random orders, or draws of a likelihood bound, to average over; 0: 1 order or 64 draws", 0, 100_000
+)
 _DTYPE = flags.DEFINE_enum("dtype", "float32", ["float32", "bfloat16"], "Type of weights, cache and computation")
 _DATA = flags.DEFINE_integer("mesh.data", 1, "Split the batch over this many devices of a host", lower_bound=1)
 _TENSOR = flags.DEFINE_integer("mesh.tensor", 1, "Split heads and weights over this many devices", lower_bound=1)

@@ -70,9 +70,13 @@ _CHECKPOINT = flags.DEFINE_string("checkpoint", None, command.CHECKPOINT)
 _INPUT = flags.DEFINE_string("input", None, "JSONL file of prompts", allow_overwrite=False)
 _PROMPT = flags.DEFINE_string("prompt", None, "One prompt, instead of --input", allow_overwrite=False)
 _OUTPUT = flags.DEFINE_string("output", None, "JSONL file of answers; stdout by default")
-_PART = flags.DEFINE_string("part", None, "Answer part I of N, as 2/4; the last process to finish writes --output")
+_PART = flags.DEFINE_string(
+    "part", None, "Answer only part I of N of the prompts, such as 2/4; the process that finishes last writes --output"
+)
 _WATCH = flags.DEFINE_string("watch", None, "HTML file that plays the decodings of up to 16 prompts in a browser")
-_COMPARE = flags.DEFINE_string("compare", None, "With --watch: a decoder or a checkpoint to show next to it")
+_COMPARE = flags.DEFINE_string(
+    "compare", None, "With --watch: a decoder, or a checkpoint, whose decodings are shown next to them"
+)
 _JSON = flags.DEFINE_bool("json", False, "With --prompt at a terminal: print the whole record, not only the text")
 _CACHE = flags.DEFINE_string("compilation_cache", None, command.COMPILED)
 _STOP = flags.DEFINE_multi_string("stop", [], "Cut answers where this text begins; may be given several times")

@@ -35,14 +35,20 @@ from refusion_jax.training import data_page
 from refusion_jax.training.inspection import BEGINNING, corrupted, row_page, show_row, training_batch, verify
 
 _CONFIG = command.define_config("Config file of the training, such as configs/quickstart.py")
-_WORKDIR = flags.DEFINE_string("workdir", None, "Run of that config, for its tokenizer and the rows it left out")
+_WORKDIR = flags.DEFINE_string(
+    "workdir", None, "Run of that config, for its tokenizer and the rows it left out; by default as in a new run"
+)
 _PLACE = flags.DEFINE_integer("place", 0, "Which row of the batch, from 0", 0, 2**24)
 _STEP = flags.DEFINE_integer("step", 1, "Step to show, from 1, as in metrics.jsonl", lower_bound=1)
 _DATA = flags.DEFINE_string("data", None, "A directory that `prepare` wrote, instead of --config")
 _ROW = flags.DEFINE_integer("row", 0, "Which row of --data, from 0", lower_bound=0)
 _MASK_PIECE = flags.DEFINE_string("mask_piece", MASK_PIECE, "As --config.data.mask_piece of `train`, for --data")
 _LABELS = flags.DEFINE_bool("labels", False, "Also list each token the model is given and what it must predict")
-_HTML = flags.DEFINE_string("html", None, "HTML file to write: the row and what its tokens attend to, or all of --data")
+_HTML = flags.DEFINE_string(
+    "html",
+    None,
+    "HTML file to write, with the row and what each token attends to; for --data without --row, with all of the data",
+)
 _VERIFY = flags.DEFINE_bool("verify", False, "Compare all checksums of --data instead of showing a row")
 _OF_ROWS = {"data", "seed", "batch_size", "row_length"}  # config keys that determine a run's rows
 

@@ -39,12 +39,23 @@ from refusion_jax.systems.api import all_settings, own_settings
 from refusion_jax.systems.registry import default_decoder, found_everywhere, systems
 
 _CONFIG = command.define_config("Config file, such as configs/refusion_8b.py")
-_TOPOLOGY = flags.DEFINE_string("topology", None, "TPU slice, as v5p:2x4x4, or its accelerator type, as v5p-64")
-_SLICES = flags.DEFINE_integer("slices", 1, "Number of slices; also sets --config.mesh.replica unless given", 1, 1024)
+_TOPOLOGY = flags.DEFINE_string(
+    "topology", None, "TPU slice, such as v5p:2x4x4 or v5e:8x8, or its accelerator type, such as v5p-64 or v5litepod-64"
+)
+_SLICES = flags.DEFINE_integer(
+    "slices",
+    1,
+    "Number of slices, joined by the data-centre network; also sets --config.mesh.replica unless it is given; `train` "
+    "needs that flag",
+    lower_bound=1,
+    upper_bound=1024,
+)
 _HLO = flags.DEFINE_string("hlo", None, "Instead of --config: the optimized HLO of a step, dumped by any framework")
 _WHAT = flags.DEFINE_enum("what", "train", ["train", "decode", "split"], "What to compile; split: find where to cut")
 _ROWS = flags.DEFINE_float("rows_per_chip", None, "Sets --config.batch_size to this many rows per chip")
-_MEMORY_ONLY = flags.DEFINE_bool("memory_only", False, "Compile no machine code: the same figures within seconds")
+_MEMORY_ONLY = flags.DEFINE_bool(
+    "memory_only", False, "Compile no machine code: the same figures in seconds instead of minutes"
+)
 _SEARCH = flags.DEFINE_bool("search", False, "Try remat x rows per forward x mesh at this batch; name the fastest")
 _JSON = flags.DEFINE_bool("json", False, "Print one JSON object per line instead of a table")
 command.define_settings(all_settings())

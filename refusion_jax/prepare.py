@@ -40,7 +40,10 @@ from refusion_jax.data.workers import Processes, Runner
 from refusion_jax.distributed.host import available_cores
 
 _INPUT = flags.DEFINE_multi_string(
-    "input", None, "A file, glob or directory, local, gs://, s3:// or hf://datasets/ORG/NAME; may be repeated"
+    "input",
+    None,
+    "A file, a glob or a directory (all files below it), local, gs://, s3:// or hf://datasets/ORG/NAME; may be given "
+    "several times",
 )
 _OUTPUT = flags.DEFINE_string("output", None, "The directory to write, local or gs://")
 _SHAPING = [
@@ -49,20 +52,42 @@ _SHAPING = [
     flags.DEFINE_enum("thinking", "unset", list(THINKING), "enable_thinking of the chat template; unset: its default"),
     flags.DEFINE_integer("row_length", 4096, "Tokens per row, as --config.row_length of `train`", 2, LONGEST_ROW),
     flags.DEFINE_enum(
-        "text_packing", "best_fit", ["best_fit", "split"], "best_fit cuts only texts longer than a row, split all"
+        "text_packing",
+        "best_fit",
+        ["best_fit", "split"],
+        "For texts without prompt: best_fit cuts only those longer than a row; split joins all and cuts them into full "
+        "rows",
     ),
-    flags.DEFINE_bool("dedup", False, "Leave out texts that occurred earlier in the input, up to --shard_mib each"),
-    flags.DEFINE_bool("near_dedup", False, "Leave out near-duplicates of earlier examples: see the README of data/"),
-    flags.DEFINE_list("filters", [], f"Rules for texts, among {', '.join(RULES)}: see the README of data/"),
+    flags.DEFINE_bool(
+        "dedup", False, "Leave out examples whose text occurred earlier in the input; not texts longer than --shard_mib"
+    ),
+    flags.DEFINE_bool(
+        "near_dedup",
+        False,
+        "Leave out examples that are near-duplicates of earlier ones: of those that share 0.8 of their word 5-grams, "
+        "97.5 % are found (MinHash)",
+    ),
+    flags.DEFINE_list(
+        "filters", [], f"Rules that leave out or change texts, among {', '.join(RULES)}: see the README of data/"
+    ),
     flags.DEFINE_list("languages", [], f"Keep texts in these languages, such as en,de; {ALL}: keep and count all"),
-    flags.DEFINE_list("decontaminate", [], "JSONL files of tests: leave out what shares 13 consecutive words with one"),
+    flags.DEFINE_list(
+        "decontaminate",
+        [],
+        "JSONL files of test problems, such as DIR/*.jsonl: leave out what shares 13 consecutive words with one",
+    ),
     flags.DEFINE_list("blocked_urls", [], "Files of domains or URL prefixes, one per line: leave out their records"),
     flags.DEFINE_integer("min_tokens", 0, "Leave out documents of fewer tokens", 0),
     flags.DEFINE_integer("max_tokens", 0, "Leave out documents of more tokens; 0: no limit", 0),
     flags.DEFINE_bool("shuffle", False, "Make each shard from randomly drawn parts of all files"),
-    flags.DEFINE_float("held_out", 0.0, "Share of documents, chosen by their text, for DIR/held_out", 0.0, 0.5),
+    flags.DEFINE_float(
+        "held_out", 0.0, "Share of documents, chosen by their text, that go to DIR/held_out instead", 0.0, 0.5
+    ),
     flags.DEFINE_enum(
-        "on_error", "stop", ["stop", "skip"], "Stop at a malformed or too long example, or leave it out (dropped.jsonl)"
+        "on_error",
+        "stop",
+        ["stop", "skip"],
+        "At an example that is malformed or longer than a row: stop, or leave it out and list it in dropped.jsonl",
     ),
     flags.DEFINE_integer("shard_mib", 64, "MiB of input per shard, which bounds a worker's memory", 1, 1024),
     flags.DEFINE_enum("turns", "last", ["last", "all"], "Assistant turns of a conversation to train on"),
@@ -71,9 +96,14 @@ _SHAPING = [
     flags.DEFINE_string("text_field", "", "JSON field of a text without prompt; empty: text"),
 ]
 _WORKERS = flags.DEFINE_integer("workers", None, "Processes; by default one per core", 1, 4096)
-_RUNNER = flags.DEFINE_enum("runner", "local", ["local", "beam"], "Processes here, or Apache Beam: the same files")
+_RUNNER = flags.DEFINE_enum(
+    "runner", "local", ["local", "beam"], "Processes on this machine, or Apache Beam; the files are the same"
+)
 _BEAM_OPTIONS = flags.DEFINE_string(
-    "beam_options", "", "Options of Beam, such as '--runner=DataflowRunner --project=P'; empty: --workers processes"
+    "beam_options",
+    "",
+    "Options of Beam, such as '--runner=DataflowRunner --project=P --region=R --temp_location=gs://B/tmp'; empty: "
+    "--workers processes on this machine",
 )
 
 

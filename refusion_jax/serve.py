@@ -38,19 +38,36 @@ from refusion_jax.distributed.sharding import local_mesh
 from refusion_jax.systems.api import all_settings
 
 _CHECKPOINT = flags.DEFINE_string("checkpoint", None, command.CHECKPOINT)
-_HOST = flags.DEFINE_string("host", "127.0.0.1", "Address to listen on; 0.0.0.0: all, for everyone who can reach them")
+_HOST = flags.DEFINE_string(
+    "host", "127.0.0.1", "Address to listen on; 0.0.0.0: all addresses, for everyone who can reach them"
+)
 _PORT = flags.DEFINE_integer("port", 8000, "Port to listen on; 0: any that is free", 0, 65535)
 _NAME = flags.DEFINE_string("model_name", None, "Name of the model that clients see; by default --checkpoint as given")
-_SEED = flags.DEFINE_integer("seed", None, "Seed of requests without one; by default each draws its own", 0, 2**32 - 1)
-_KEYS = flags.DEFINE_list("api_key", [], "Keys that requests must carry one of; by default those in REFUSION_API_KEY")
+_SEED = flags.DEFINE_integer(
+    "seed",
+    None,
+    "Seed for requests that give none, so that equal requests get equal answers; by default each draws its own",
+    0,
+    2**32 - 1,
+)
+_KEYS = flags.DEFINE_list(
+    "api_key", [], "Keys, comma-separated, one of which each request must carry; by default those in REFUSION_API_KEY"
+)
 _CORS = flags.DEFINE_list("cors", [], "Origins of web pages that may ask from a browser, comma-separated; *: all")
 _HOSTS = flags.DEFINE_list(
     "allowed_host", [], "Host names that requests may use, such as a proxy's; on the loopback also localhost's names"
 )
 _PREFIXES = flags.DEFINE_integer(
-    "prefix_cache_mib", None, "MiB per device for prefixes of prompts; 0: none; by default as the batch", 0, 2**30
+    "prefix_cache_mib",
+    None,
+    "MiB per device for keys and values of prefixes, reused by prompts that begin alike; 0: none; by default as much "
+    "as the batch has, or a quarter of what is then free if that is less",
+    0,
+    2**30,
 )
-_STRUCTURED = flags.DEFINE_bool("structured", False, "Compile for structured answers before listening")
+_STRUCTURED = flags.DEFINE_bool(
+    "structured", False, "Compile for structured answers before listening; otherwise the first of them waits for it"
+)
 _LOG = flags.DEFINE_bool("access_log", False, "Print a JSON line for each request, with its X-Request-Id")
 _CACHE = flags.DEFINE_string("compilation_cache", None, command.COMPILED)
 _DTYPE = flags.DEFINE_enum("dtype", "float32", ["float32", "bfloat16"], "Type of weights, cache and computation")

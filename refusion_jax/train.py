@@ -51,8 +51,12 @@ from refusion_jax.training.trackers import check_trackers
 _CONFIG = command.define_config("Config file, such as configs/quickstart.py")
 _WORKDIR = flags.DEFINE_string("workdir", None, "Directory of the run: created, or resumed if it holds this run")
 _START_OVER = flags.DEFINE_bool("start_over", False, "Begin again at step 0 if none of the checkpoints can be read")
-_COMPILE = flags.DEFINE_bool("compile_only", False, "Compile the step into --config.compilation_cache, and exit")
-_ALLOW = flags.DEFINE_list("allow_change", [], f"Config keys that may differ from the run's: {', '.join(CHANGEABLE)}")
+_COMPILE = flags.DEFINE_bool(
+    "compile_only", False, "Compile the step for the next start, into --config.compilation_cache, and exit"
+)
+_ALLOW = flags.DEFINE_list(
+    "allow_change", [], f"Config keys that may differ from what the run was started with: {', '.join(CHANGEABLE)}"
+)
 _PEERS = flags.DEFINE_float("peer_seconds", 300.0, "Seconds to wait for the other processes of a run", 1.0)
 _LOST = flags.DEFINE_integer("lost_seconds", 60, "Seconds of silence after which another process is lost", 5, 3600)
 _PROFILE = flags.DEFINE_integer("profiler_port", None, "Port on each host for on-demand profiling", 1, 65535)

@@ -22,7 +22,9 @@ from refusion_jax.distributed.storage import write_file
 
 _INPUT = flags.DEFINE_string("input", None, "As --config.data.path: a file, a glob, stdlib ...", allow_overwrite=False)
 _OUTPUT = flags.DEFINE_string("output", None, "Tokenizer model file to write")
-_VOCAB_SIZE = flags.DEFINE_integer("vocab_size", 8192, "Pieces; a small corpus yields fewer", 1, 2**24)
+_VOCAB_SIZE = flags.DEFINE_integer(
+    "vocab_size", 8192, "Pieces, including special tokens and bytes; a small corpus yields fewer", 1, 2**24
+)
 _FIELDS = {
     name: flags.DEFINE_string(name, "", f"JSON field, as --config.data.{name} of `train`")
     for name in ("query_field", "response_field", "text_field")

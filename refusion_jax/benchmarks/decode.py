@@ -71,7 +71,12 @@ def define_flags(own: flags.FlagValues) -> None:
     dtypes = ["float32", "bfloat16"]
     flags.DEFINE_enum("dtype", "float32", dtypes, "Type of weights, cache and computation", flag_values=own)
     flags.DEFINE_string("prompts", None, "JSONL as for generate --input; random prompts by default", flag_values=own)
-    flags.DEFINE_multi_string("setup", None, "Decoder and settings, as 'ar top_k=5'; may be repeated", flag_values=own)
+    flags.DEFINE_multi_string(
+        "setup",
+        None,
+        "A decoder and settings of its own, such as 'ar top_k=5'; may be given several times",
+        flag_values=own,
+    )
     flags.DEFINE_integer("repeats", 3, "Interleaved repeats of each setup; the median counts", 1, flag_values=own)
     shared = {name: setting for name, setting in all_settings().items() if name not in ("method", "batch_size")}
     command.define_settings(shared, own, _DEFAULTS)  # of all setups

@@ -52,7 +52,9 @@ def define_flags(own: flags.FlagValues) -> None:
     """The flags of this benchmark."""
     flags.DEFINE_float("minutes", 35, "Minutes that the whole benchmark may take", lower_bound=0, flag_values=own)
     flags.DEFINE_string("output", "", "Directory for results.json and section.md", flag_values=own)
-    flags.DEFINE_string("checkpoint", None, "Trained weights whose answers are compared", flag_values=own)
+    flags.DEFINE_string(
+        "checkpoint", None, "Trained weights whose answers are compared; by default none are", flag_values=own
+    )
     flags.DEFINE_bool("rehearse", False, "Tiny shapes on any device: tries this script itself", flag_values=own)
 
 

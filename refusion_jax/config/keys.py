@@ -38,7 +38,11 @@ _TRAINING = {
     "epochs": _from_0(0.0, "passes over all rows, which set the number of steps; 0: train for `steps`", 1e6),
     "batch_size": _count(32, "rows per step, over all chips"),
     "row_length": _count(1024, "tokens per row; documents are packed into rows", 2**20),
-    "init_from": Setting("", "weights to start from: a Hugging Face directory or a run, with its shape; empty: random"),
+    "init_from": Setting(
+        "",
+        "weights to start from: a Hugging Face directory or a run, whose shape replaces the defaults of model; empty: "
+        "random",
+    ),
     "learning_rate": Setting(3e-4, "peak learning rate", above=0, at_most=100),
     "schedule": _one_of("cosine | wsd | constant", "after the warm-up; wsd is stable, then decays"),
     "warmup_steps": _from_0(0, "linear warm-up from 0", _MOST_STEPS),
@@ -55,10 +59,15 @@ _TRAINING = {
     "dtype": _one_of(_WIDTHS, "dtype of computation; weights, softmax and loss always stay float32"),
     "quantization": _one_of("none | int8 | fp8", "precision of the layers' products, and of their inputs' gradients"),
     "log_every": _count(10, "steps between logged metrics", _MOST_STEPS),
-    "tracker": Setting("tensorboard", "where metrics go, too: tensorboard | wandb | trackio, by commas; or empty"),
+    "tracker": Setting(
+        "tensorboard", "where else metrics go, comma-separated: tensorboard | wandb | trackio; empty: nowhere"
+    ),
     "profile_steps": Setting((), "first and last step to profile for TensorBoard, such as (10,12)"),
     "debug_nans": Setting(False, "name the first weight, gradient or update that is not finite; slower"),
-    "compilation_cache": _one_of("own | shared | off", "your cache directory, or the run's: it holds code that is run"),
+    "compilation_cache": _one_of(
+        "own | shared | off",
+        "own: your cache directory; shared: the run's directory, for all hosts (it holds code that is executed)",
+    ),
 }
 
 _MESH = {
@@ -81,8 +90,14 @@ _MODEL = {
     "rope_theta": Setting(1e4, "base of the rotary frequencies", above=0, at_most=1e12),
     "rms_norm_eps": Setting(1e-6, "epsilon of every RMSNorm", above=0, at_most=1),
     "tie_word_embeddings": Setting(False, "one matrix for embedding and output head"),
-    "family": Setting("qwen3", f"architecture: {' | '.join(FAMILIES)}", choices=(*FAMILIES,)),
-    "rope_scaling": Setting((), "(factor,), or Llama 3's (factor, low_freq_factor, high_freq_factor, old length)"),
+    "family": Setting(
+        "qwen3", f"architecture, such as placement of norms and biases: {' | '.join(FAMILIES)}", choices=(*FAMILIES,)
+    ),
+    "rope_scaling": Setting(
+        (),
+        "(factor,), or for Llama 3: (factor, low_freq_factor, high_freq_factor, original_max_position_embeddings); "
+        "empty: none",
+    ),
     "local_rope": Setting((), "for Gemma 3: (rope_theta of local layers, N): every Nth layer is global; or empty"),
     "query_pre_attn_scalar": _from_0(0, "scores are divided by its square root; 0: by that of head_dim", 2**20),
     "num_experts": _from_0(0, "experts per layer, in a family that has them", 2**14),
@@ -113,8 +128,14 @@ _DATA = {
         "`prepare`; append :held_out to tasks, families or stdlib for a disjoint held-out set",
     ),
     "weights": Setting((), "relative weights of data.path's directories, such as (3,1); empty: by their rows"),
-    "tokenizer": Setting("", "tokenizer.model or .json; empty: the prepared data's, or a new one trained on the data"),
-    "mask_piece": Setting("<mask>", "token that stands for a masked one; with init_from that model's, if it has one"),
+    "tokenizer": Setting(
+        "",
+        "a sentencepiece model or Hugging Face tokenizer.json; empty: that of prepared data, or a new one of "
+        "model.vocab_size pieces, trained on the data",
+    ),
+    "mask_piece": Setting(
+        "<mask>", "the tokenizer's piece that stands for a masked token; with init_from that model's, if it has one"
+    ),
     "thinking": _one_of("unset | true | false", "`enable_thinking` of the chat template; the trained model keeps it"),
     "turns": _one_of("last | all", "which answers of a conversation are trained on; each sees the turns before it"),
     "query_field": Setting("", "JSON field of the prompt; empty: query, question or prompt, whichever is there"),
@@ -126,8 +147,12 @@ _DATA = {
 }
 
 _EVAL = {
-    "path": Setting("", "held-out data, as data.path; empty: held_out of its prepared directories, if any"),
-    "every": _count(1000, "steps between measurements of the held-out loss; always at the last one", _MOST_STEPS),
+    "path": Setting(
+        "", "held-out data, given as in data.path; empty: held_out of the prepared directories in data.path, if any"
+    ),
+    "every": _count(
+        1000, "steps between evaluations of the held-out loss; the last step is always evaluated", _MOST_STEPS
+    ),
     "rows": _from_0(256, "maximum number of rows to evaluate, evenly spaced; 0: all", 2**31 - 1),
     "tasks": Setting("", "tasks of `evaluate` to decode and score during training, comma-separated; empty: none"),
     "tasks_every": _count(1000, "steps between evaluations on tasks; the last step is always scored", _MOST_STEPS),
@@ -145,7 +170,9 @@ _CHECKPOINT = {
 }
 
 _GUARD = {
-    "spike": Setting(0.0, "skip steps with a loss above this many times its running mean; 0: off", at_least=0),
+    "spike": Setting(
+        0.0, "skip steps whose loss is above this many times its running mean, such as 3.0; 0: off", at_least=0
+    ),
     "skips": _count(10, "consecutive skips after which the run rolls back to its last checkpoint and omits their rows"),
     "rollbacks": _count(3, "roll-backs to the same checkpoint after which the run stops"),
     "hang_minutes": Setting(

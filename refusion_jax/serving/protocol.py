@@ -52,20 +52,33 @@ class _Body(Strict):
     form: ClassVar = "response_format"  # the client's name for that field
 
     model: str | None = Field(None, description="The name in /v1/models, or nothing")
-    max_tokens: int | None = Field(None, ge=0, le=2**24, description="By default the server's decode.max_new_tokens")
+    max_tokens: int | None = Field(
+        None, ge=0, le=2**24, description="Tokens of the answer, at most; by default the server's decode.max_new_tokens"
+    )
     min_tokens: int = Field(0, ge=0, description="The answer does not end before this many tokens")
     ignore_eos: bool = Field(False, description="The answer does not end before max_tokens tokens")
     temperature: float | None = Field(None, ge=0, le=1e4, description="By default the server's: 0, greedy")
     top_p: float | None = Field(None, gt=0, le=1)
-    seed: int | None = Field(None, ge=0, lt=2**32, description="Of sampling; by default one that the reply reports")
+    seed: int | None = Field(
+        None,
+        ge=0,
+        lt=2**32,
+        description="Seed of sampling: the same request gets the same answer; the reply reports the seed used",
+    )
     n: int = Field(1, ge=1, le=_MOST_CHOICES, description="Answers to each prompt, each with its own noise")
-    stop: list[str] | None = Field(None, description="Texts before which the answer ends, up to 16 of 256 characters")
+    stop: list[str] | None = Field(None, description="A text, or texts, before which the answer ends")
     stream: bool = Field(False, description="Send the answer in pieces, as server-sent events")
     stream_options: StreamOptions | None = None
     top_k: int | None = Field(None, ge=-1, lt=2**31, description="Sample from this many tokens; 0 or -1: from all")
-    decode: dict[str, Any] = Field(default_factory=dict, description="Settings of the decoder, such as slot_threshold")
-    commits: bool = Field(False, description="Report committed tokens as [position, token], in that order")
-    watch: bool = Field(False, description="An event for each forward, with what it committed as [place, text]")
+    decode: dict[str, Any] = Field(
+        default_factory=dict, description="Settings of the decoder for this request, such as slot_threshold"
+    )
+    commits: bool = Field(
+        False, description="Report every committed token as [position, token], in the order of commitment"
+    )
+    watch: bool = Field(
+        False, description="Send an event after each forward, with `forwards` and what it committed as [place, text]"
+    )
 
     @field_validator("stop", mode="before")
     @classmethod
@@ -115,10 +128,16 @@ class Completion(_Body):
     """The body of POST /v1/completions."""
 
     prompt: Any = Field(description="A text, token ids, or a list of either")
-    suffix: str | None = Field(None, description="Text after the answer, which then has exactly max_tokens tokens")
-    add_special_tokens: bool = Field(True, description="Begin each prompt with the BOS, unless it does already")
+    suffix: str | None = Field(
+        None, description="Text after the answer, which then has exactly max_tokens tokens; not with every decoder"
+    )
+    add_special_tokens: bool = Field(
+        True, description="Begin each prompt with the token that began every text in training, unless it does already"
+    )
     echo: bool = Field(False, description="Begin the answer with the prompt")
-    logprobs: int | None = Field(None, ge=0, le=1, description="1: with the most probable token at each place")
+    logprobs: int | None = Field(
+        None, ge=0, le=1, description="1: with the most probable token at each place. Slots are scored in text order"
+    )
 
     @field_validator("prompt")
     @classmethod

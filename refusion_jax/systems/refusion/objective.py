@@ -46,9 +46,13 @@ class SlotDiffusion(Objective):
 
     pattern: ClassVar[Pattern] = CAUSAL
 
-    sizes: tuple[int, ...] = setting((4, 8, 16, 32), "slot sizes, drawn uniformly", at_least=1, at_most=4096)
+    sizes: tuple[int, ...] = setting(
+        (4, 8, 16, 32), "slot sizes, drawn uniformly per document", at_least=1, at_most=4096
+    )
     eps: float = setting(1e-3, "least probability of masking a slot", above=0, below=1)
-    mdm_weight: float = setting(1.0, "weight of the masked term, the paper's lambda", at_least=0, at_most=1e6)
+    mdm_weight: float = setting(
+        1.0, "weight of the masked term, relative to the next-token term (lambda)", at_least=0, at_most=1e6
+    )
 
     @property
     def coefficients(self) -> dict[str, float]:
