@@ -11,7 +11,8 @@ from etils import epy
 __version__ = "0.1.0"
 
 _is_module = sys.argv[:1] == ["-m"] and any("refusion_jax." in word for word in sys.orig_argv)
-if _is_module or "".join(sys.argv[:1]).endswith("/refusion"):  # a command begins
+_console_script = os.path.dirname(sys.executable or "") + "/refusion"
+if _is_module or os.path.abspath("".join(sys.argv[:1])) == _console_script:  # a command begins
     # Objects created by imports stay: collecting garbage among them took a third of the processor time until a command
     # began (2.8 s of `train --help`, and 1.8 without). cli/command.py turns the collector on again.
     gc.disable()

@@ -82,7 +82,8 @@ def test_an_interrupt_ends_a_command_in_one_line_while_it_compiles():
     assert (ended.returncode, ended.stdout, ended.stderr) == (130, "", "error: interrupted\n")
 
 
-CONSOLE = "import sys; sys.argv[0] = 'bin/refusion'; from refusion_jax.cli.main import main; main()"
+SCRIPT = os.path.join(os.path.dirname(sys.executable), "refusion")
+CONSOLE = f"import sys; sys.argv[0] = {SCRIPT!r}; from refusion_jax.cli.main import main; main()"
 
 
 @pytest.mark.parametrize("call", [("-m", "refusion_jax.train"), ("-c", CONSOLE, "train")])
@@ -92,6 +93,13 @@ def test_an_interrupt_ends_a_command_in_one_line_while_it_is_imported(tmp_path, 
     (tmp_path / "jax.py").write_text(f"{drops}    os.kill(os.getpid(), signal.SIGINT)")
     ended = python(*call, "--help", PYTHONPATH=f"{tmp_path}:{ROOT}")
     assert (ended.returncode, ended.stdout, ended.stderr) == (130, "", "error: interrupted\n")
+
+
+def test_a_script_of_the_same_name_imports_only_a_library(tmp_path):
+    """A command collects no garbage, and handles interrupts itself, until its imports have ended."""
+    script = tmp_path / "refusion"
+    script.write_text("import gc, signal as s, refusion_jax\nprint(gc.isenabled(), s.getsignal(s.SIGINT).__name__)")
+    assert python(str(script)).stdout == "True default_int_handler\n"
 
 
 @pytest.mark.parametrize(
