@@ -217,7 +217,7 @@ def _different(
 ) -> list[Problem]:
     """The wanted number of problems of each family, all different; a family with too few repeats its problems.
 
-    Known queries are left out; queries to be avoided are only used if a family has no others.
+    Queries among the known are left out; those to be avoided are only used if a family has no others.
     """
     found = {problem.query: problem for problem in drawn if problem.query not in known}
     chosen = []
