@@ -392,3 +392,9 @@ def test_how_much_is_fed_is_chosen_by_the_rows_and_the_device():
     # One token and no draft have one prefix, whatever else may be fed.
     out, ar = (decode(model, PROMPTS[:2], settings(m, fed_tokens=3, size=1, new=3)) for m in ("dense", "ar"))
     assert out.tokens == ar.tokens
+
+
+def test_a_prompt_that_the_last_forward_of_the_prefill_does_not_hold_has_the_same_text():
+    prompts = [[BOS, *(5 + at % 20 for at in range(length))] for length in (2, 19, 23, 24, 30)]  # a CPU's holds 24
+    out, ar = (decode(tiny_model(), prompts, settings(m, size=8, new=12)) for m in ("dense", "ar"))
+    assert out.tokens == ar.tokens

@@ -70,6 +70,16 @@ _row_by_row.defvjp(_laid_out, lambda _, cotangent: (cotangent,))
 _FEW_TOKENS = 64  # up to which a CPU multiplies faster with its operands swapped
 
 
+def _cpu_width(tokens: int) -> int:
+    """Tokens that a CPU multiplies as fast as these, or faster: 8 instead of 5 to 7, 16 instead of 9 to 15, and so on.
+
+    59 M parameters times 7, 8, 12, 14 and 16 tokens take 15.8, 13.1, 19.6, 22.5 and 16.0 ms (2 virtual AMD EPYC cores).
+    """
+    if 4 < tokens < 8:
+        return 8
+    return tokens + -tokens % 16 if tokens % 16 > 8 else tokens
+
+
 def linear_outputs_first(
     x: Float[Array, "..."], w: Float[Array, "..."] | Int8Array, inputs: int = 1
 ) -> Float[Array, "..."]:
@@ -82,8 +92,11 @@ def linear_outputs_first(
     w, scale = factors(w, x.dtype)
     outputs, size = w.shape[:-inputs], math.prod(w.shape[-inputs:])
     tokens, matrix = x.reshape(-1, size), w.reshape(-1, size)
-    is_swapped = device_kind_here() == "cpu" and 1 < len(tokens) <= _FEW_TOKENS
-    y = jax.lax.optimization_barrier(matrix @ tokens.T).T if is_swapped else tokens @ matrix.T
+    if device_kind_here() == "cpu" and 1 < len(tokens) <= _FEW_TOKENS:
+        padded = jnp.pad(tokens, ((0, _cpu_width(len(tokens)) - len(tokens)), (0, 0)))
+        y = jax.lax.optimization_barrier(matrix @ padded.T).T[: len(tokens)]
+    else:
+        y = tokens @ matrix.T
     y = y if scale is None else (y * scale.reshape(1, -1)).astype(x.dtype)
     return y.reshape(x.shape[:-inputs] + outputs)
 

@@ -173,8 +173,8 @@ class Drafting(Continuer):
 
     def init(self, model: LanguageModel, layout: Layout, keys: Key[Array, "B"]) -> DraftingState:
         """The initial state: all that is given is prefilled, and the first token committed."""
-        given, N, P = layout.given, self.most[0], kv.tokens_at_once(self.chunk)
-        B = len(given.length)
+        given, N, B = layout.given, self.most[0], len(layout.given.length)
+        P = kv.tokens_at_once(self.chunk, masks=N)
         before = jnp.maximum(given.length - P, 0)  # prefilled without masks
         cache = kv.prefill(model, given.replace(length=before), P)
         s = self.start(DraftingState, layout, keys, cache=cache, drafts=Drafts.none(B, N - 1))
