@@ -95,18 +95,11 @@ def likelihoods(
         raise UserError(f"the likelihood of {system.name} models is not known")
     order = order if isinstance(order, str) else whole_numbers("order", order, "slot indices")
     texts = _checked(model, method, prompts, continuations, slot_size, order, draws, seed)
-    keys = range(len(texts)) if keys is None else keys
     draws = _draws(system, order, draws)
-    items = {}  # by text and draw; an empty text has none
-    for number, text in enumerate(texts):
-        for draw in range(draws if len(text[1]) else 0):
-            how = slot_size, order, model.config.mask_token_id, (seed, keys[number], draw), f"text {number}"
-            items[number, draw] = system.scoring.forward(ScoredText(*text, *how))
-    nats, greedy, places = np.zeros((len(texts), draws)), np.ones((len(texts), draws), bool), [*items]
-    for at, (log_p, is_best, *_) in _run(model, [*items.values()]):
-        weights = items[places[at]].weights
-        nats[places[at]] = np.sum(np.where(weights > 0, log_p, 0.0) * weights, dtype=np.float64)
-        greedy[places[at]] = is_best[weights > 0].all()
+    nats, greedy = np.zeros((len(texts), draws)), np.ones((len(texts), draws), bool)
+    for at, fed, (log_p, is_best, *_) in _scored(model, system, texts, slot_size, order, draws, seed, keys):
+        nats[at] = np.sum(np.where(fed.weights > 0, log_p, 0.0) * fed.weights, dtype=np.float64)
+        greedy[at] = is_best[fed.weights > 0].all()
     errors = np.std(nats, axis=1, ddof=1) / draws**0.5 if draws > 1 else np.zeros(len(texts))
     found = zip(nats.mean(axis=1).tolist(), errors.tolist(), greedy.all(axis=1).tolist(), strict=True)
     return [Likelihood(*each, system.scoring.is_bound) for each in found]
@@ -245,21 +238,26 @@ def token_scores(
     if system.scoring is None or system.scoring.is_bound:
         raise UserError(f"the likelihood of a token is not known for {system.name} models")
     texts = _checked(model, method, prompts, continuations, slot_size)
-    numbers = [number for number, (_, continuation) in enumerate(texts) if len(continuation)]
-    how = slot_size, "left_to_right", model.config.mask_token_id, (0, 0, 0)
-    items = [system.scoring.forward(ScoredText(*texts[number], *how, f"text {number}")) for number in numbers]
     scores: list[list[TokenScore]] = [[] for _ in texts]
-    for at, (log_p, _, best, best_log_p) in _run(model, items):
-        fed = np.flatnonzero(items[at].weights)
-        in_text_order = fed[np.argsort(items[at].places[fed])]
-        scores[numbers[at]] = [TokenScore(float(log_p[i]), int(best[i]), float(best_log_p[i])) for i in in_text_order]
+    for (number, _), fed, (log_p, _, best, best_log_p) in _scored(model, system, texts, slot_size, "left_to_right"):
+        labelled = np.flatnonzero(fed.weights)
+        in_text_order = labelled[np.argsort(fed.places[labelled])]
+        scores[number] = [TokenScore(float(log_p[i]), int(best[i]), float(best_log_p[i])) for i in in_text_order]
     return scores
 
 
-def _run(model: LanguageModel, items: Sequence[ScoredTokens]) -> Iterator[tuple[int, list[np.ndarray]]]:
-    """(number of an item, the `log_probabilities` of its tokens) of all items, packed into rows."""
-    if not items:
+def _scored(
+    model, system, texts, slot_size, order, draws=1, seed=0, keys=None
+) -> Iterator[tuple[tuple[int, int], ScoredTokens, list[np.ndarray]]]:
+    """((number of a text, draw), what is fed, its `log_probabilities`), for all texts of `_checked` but empty ones."""
+    keys, fed = range(len(texts)) if keys is None else keys, {}
+    for number, text in enumerate(texts):
+        for draw in range(draws if len(text[1]) else 0):
+            how = slot_size, order, model.config.mask_token_id, (seed, keys[number], draw), f"text {number}"
+            fed[number, draw] = system.scoring.forward(ScoredText(*text, *how))
+    if not fed:
         return
+    places, items = zip(*fed.items(), strict=True)
     longest, mesh = max(map(len, items)), model.mesh
     T = math.lcm(max(_SHORTEST, 1 << (longest - 1).bit_length()), sharding.shard_count(mesh, "length"))
     shards = sharding.shard_count(mesh, "batch")
@@ -273,7 +271,7 @@ def _run(model: LanguageModel, items: Sequence[ScoredTokens]) -> Iterator[tuple[
         for row, numbers in enumerate(rows):
             at = 0
             for number in numbers:
-                yield number, [x[row, at : at + len(items[number])] for x in arrays]
+                yield places[number], items[number], [x[row, at : at + len(items[number])] for x in arrays]
                 at += len(items[number])
 
 
