@@ -129,19 +129,16 @@ def measure(
     models = {setup: given[setup].rounded(settings.weights, settings.cache) for setup, settings in setups.items()}
     c = next(iter(given.values())).config
     seconds: dict[str, list[float]] = {setup: [] for setup in setups}
-    answers, compiling = {}, {}
-    calls = [(repeat, setup) for repeat in range(repeats + 1) for setup in setups]
-    for repeat, setup in track(calls, "decoding", ticks=False):
+    answers = {}
+    for setup in track([*setups] * (repeats + 1), "decoding", ticks=False):
         answers[setup], took = timed(models[setup], prepare(prompts, setups[setup], c))
-        if repeat:
-            seconds[setup].append(took)
-        else:
-            compiling[setup] = took
+        seconds[setup].append(took)
 
     for setup, settings in setups.items():
         requests, kept = prepare(prompts, settings, c), models[setup]
         decoder = decoder_for(requests, c)
-        rows, took = batch_rows(len(prompts), settings.batch_size, kept.mesh), float(np.median(seconds[setup]))
+        first, *others = seconds[setup]  # the first call compiles
+        rows, took = batch_rows(len(prompts), settings.batch_size, kept.mesh), float(np.median(others))
         forwards = sum(a.forwards for a in answers[setup])
         tokens = sum(len(a.tokens) - r.in_template for a, r in zip(answers[setup], requests, strict=True))
         if not forwards:
@@ -160,7 +157,7 @@ def measure(
             "ms_per_forward": 1e3 * each,
             "bytes": moved,
             "of_bandwidth": moved / each / bandwidth,
-            "compile_seconds": compiling[setup] - took,
+            "compile_seconds": first - took,
             "width": decoder.width,
             "parameters": sum(x.size for x in jax.tree.leaves(nnx.state(given[setup]))),
             "dtype": str(kept.dtype),
