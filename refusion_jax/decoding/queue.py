@@ -5,24 +5,24 @@ the host; if the caller may stop answers early, every few forward passes. Three 
 prefills a few requests and puts them into free rows, `_run` decodes until enough rows are finished or enough forward
 passes are done, and `_release` frees rows whose answers the caller has stopped.
 
-Axes: B rows of the batch, R rows admitted at once, C cache entries.
+Axes: B rows of the batch, R requests admitted at once, C cache entries, M blocks of a text.
 """
 
 import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
+from flax import nnx, struct
 from jax.sharding import Mesh
-from jaxtyping import Bool, Int32
+from jaxtyping import ArrayLike, Bool, Int32, UInt32
 
 from refusion_jax.cli.errors import UserError
 from refusion_jax.decoding import cache as kv
 from refusion_jax.decoding import prefixes
-from refusion_jax.decoding.admission import Newcomers, newcomers
 from refusion_jax.decoding.decoder import Decoder, RowState, map_state
 from refusion_jax.decoding.memory import REFILL, admissions, check_memory, room_besides
 from refusion_jax.decoding.requests import Answer, Request, read_answer
@@ -38,6 +38,7 @@ LOOK = 16  # forward passes between two checks of whether the caller stops answe
 _MOST = 64  # most forward passes of a run: then the host can be interrupted, and notices a decoder that does not end
 _IDLE = 4096  # more forward passes without a new token than any decoder needs
 _KEPT = 4  # the prefix cache takes as much memory as a quarter of the rows
+_NONE = prefixes.Prefixes(0, 1)
 
 
 def stream(
@@ -136,6 +137,44 @@ class Progress:
     def of(self, row: int) -> tuple[Record, np.ndarray, np.ndarray]:
         """(record, forwards, rounds) of one row."""
         return jax.tree.map(lambda x: x[row], (self.record, self.forwards, self.rounds))
+
+
+@struct.dataclass
+class Newcomers:
+    """Requests to be admitted, padded with copies whose row is B, outside the batch, so that they are dropped."""
+
+    rows: Int32[ArrayLike, "R"]
+    layout: Any  # from `Decoder.lay_out`: arrays with leading axis R
+    seeds: UInt32[ArrayLike, "R"]
+    noise: UInt32[ArrayLike, "R"]  # see `Request.noise`
+    known: Int32[ArrayLike, ""]  # leading given tokens of each request whose keys and values are in the store ..
+    copied: Int32[ArrayLike, "R M"]  # .. at these places
+    written: Int32[ArrayLike, "R M"]  # where its new blocks are to be stored
+
+
+def newcomers(
+    requests: dict[int, Request],
+    R: int,
+    B: int,
+    decoder: Decoder,
+    store: prefixes.Prefixes = _NONE,
+    blocks: Sequence[list[bytes]] = (),
+) -> Newcomers:
+    """The requests to admit, by row of the batch, padded to R; all begin with equally many blocks of the store."""
+    some = list(requests.values())
+    some += some[:1] * (R - len(some))
+    blocks = [*blocks, *[[]] * (R - len(blocks))]
+    known = store.known(blocks[0])
+    copied, written = store.use(blocks, known, decoder.cache_length // store.size if store.count else 0)
+    return Newcomers(
+        rows=np.array([*requests, *[B] * (R - len(requests))], np.int32),
+        layout=decoder.lay_out(some),
+        seeds=np.array([request.settings.seed for request in some], np.uint32),
+        noise=np.array([request.noise for request in some], np.uint32),
+        known=np.int32(known * store.size),
+        copied=copied,
+        written=written,
+    )
 
 
 class RunningBatch:

@@ -20,9 +20,8 @@ from jax.experimental import io_callback
 from jaxtyping import Array, Int32
 
 from refusion_jax.cli.errors import UserError
-from refusion_jax.decoding.admission import Newcomers
 from refusion_jax.decoding.cache import bytes_per_token
-from refusion_jax.decoding.queue import Progress, RunningBatch
+from refusion_jax.decoding.queue import Newcomers, Progress, RunningBatch
 from refusion_jax.model.interface import Wrapper
 from refusion_jax.model.key_values import KeyValues, attend_over
 from refusion_jax.model.ragged import Ragged
