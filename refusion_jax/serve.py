@@ -33,7 +33,7 @@ from refusion_jax.cli import command
 from refusion_jax.cli.errors import Failure, UserError, first_line, needs
 from refusion_jax.cli.progress import waiting
 from refusion_jax.distributed.compiled_code import keep_for_user
-from refusion_jax.distributed.host import return_freed_memory
+from refusion_jax.distributed.host import allow_open_files, return_freed_memory
 from refusion_jax.distributed.sharding import local_mesh
 from refusion_jax.systems.api import all_settings
 
@@ -97,7 +97,7 @@ def main() -> None:
         import uvicorn
 
         from refusion_jax.serving.access import Access, allowed_hosts
-        from refusion_jax.serving.address import listen, most_connections
+        from refusion_jax.serving.address import listen
         from refusion_jax.serving.app import make_app
         from refusion_jax.serving.connections import TimedConnection
         from refusion_jax.serving.engine import Engine, sized
@@ -120,7 +120,8 @@ def main() -> None:
     service = Service(_NAME.value or _CHECKPOINT.value, model, tokenizer, engine, seed)
     app = make_app(service, access, refusion_jax.__version__)
     how = {"log_level": "warning", "access_log": False, "timeout_graceful_shutdown": _GRACE, "server_header": False}
-    how |= {"http": TimedConnection, "limit_concurrency": most_connections(), "timeout_keep_alive": _IDLE, "ws": "none"}
+    how |= {"http": TimedConnection, "timeout_keep_alive": _IDLE, "ws": "none"}
+    how["limit_concurrency"] = allow_open_files(1 << 16) * 3 // 4  # others get status 503, which takes a file, too
     # Every 30 s. One heap for all threads would grow as little, but decodes at two thirds of the rate.
     how |= {"callback_notify": functools.partial(asyncio.to_thread, return_freed_memory)}
     server = uvicorn.Server(uvicorn.Config(app, **how))

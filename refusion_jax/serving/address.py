@@ -1,12 +1,9 @@
-"""The address that a server listens on, and the number of connections to it."""
+"""The address that a server listens on."""
 
 import os
 import socket
 
 from refusion_jax.cli.errors import UserError
-from refusion_jax.distributed.host import allow_open_files
-
-_DESCRIPTORS = 1 << 16  # three quarters of them for clients
 
 
 def listen(host: str, port: int) -> socket.socket:
@@ -20,8 +17,3 @@ def listen(host: str, port: int) -> socket.socket:
         return socket.create_server(address, family=family, dualstack_ipv6=both)
     except OSError as error:
         raise UserError(f"--host={host} --port={port}: {os.strerror(error.errno)}") from error
-
-
-def most_connections() -> int:
-    """The most clients that may be connected; others get status 503, as long as there are descriptors for that."""
-    return allow_open_files(_DESCRIPTORS) * 3 // 4
