@@ -97,16 +97,6 @@ def useless_flags() -> list[str]:
     return [f"decode.{name}" for name in all_settings() if name not in own]
 
 
-def check_place(checkpoint: epath.Path, flag: str, output: epath.Path, beginning: bytes, kind: str) -> None:
-    """Raises UserError, naming the flag, if a file cannot be written, has other content, or is in the checkpoint."""
-    flag_values.check_apart(output, [_INPUT.value] if _INPUT.value else [], flag)
-    flag_values.check_file(flag, output, beginning, kind)
-    if not is_remote(output) and not is_remote(checkpoint):
-        root = contents.locate(checkpoint).directory
-        if Path(os.path.realpath(root / "checkpoints")) in Path(os.path.realpath(output)).parents:
-            raise UserError(f"--{flag}={output}: lies among the weights of the model; name another place")
-
-
 @dataclasses.dataclass(frozen=True)
 class Asked:
     """A model, its decode settings and its prompts."""
@@ -173,11 +163,17 @@ def is_for_people() -> bool:
 
 
 def check_places(checkpoint: epath.Path, output: epath.Path | None, watch: epath.Path | None) -> None:
-    """Raises UserError if the requested files cannot be written."""
-    if output:
-        check_place(checkpoint, "output", output, b'{"id": ', "does not hold answers")
-    if watch:
-        check_place(checkpoint, "watch", watch, BEGINNING, "is not a page of ours")
+    """Raises UserError if a requested file cannot be written, has other content, or is in the checkpoint."""
+    answers, page_of_ours = (b'{"id": ', "does not hold answers"), (BEGINNING, "is not a page of ours")
+    for flag, path, kind in (("output", output, answers), ("watch", watch, page_of_ours)):
+        if not path:
+            continue
+        flag_values.check_apart(path, [_INPUT.value] if _INPUT.value else [], flag)
+        flag_values.check_file(flag, path, *kind)
+        if not is_remote(path) and not is_remote(checkpoint):
+            root = contents.locate(checkpoint).directory
+            if Path(os.path.realpath(root / "checkpoints")) in Path(os.path.realpath(path)).parents:
+                raise UserError(f"--{flag}={path}: lies among the weights of the model; name another place")
     if watch and output and os.path.realpath(watch) in map(os.path.realpath, (output, f"{output}.partial")):
         raise UserError(f"--watch={watch}: is also the --output or its OUTPUT.partial; name another place")
     if _COMPARE.value and not watch:
@@ -196,7 +192,7 @@ def check_uses(asked: Asked, stops: Stops) -> None:
 
 
 def answers_to(
-    asked: Asked, indices: Sequence[int], model: LanguageModel, page: Decodings | None
+    asked: Asked, indices: Sequence[int], model: LanguageModel, recording: Decodings | None
 ) -> Iterator[tuple[int, Answer]]:
     """(index, answer) for some of the prompts: at a terminal a single one is shown as it fills, others with a bar."""
     screen = Screen(asked.requests[0], asked.tokenizer, asked.decoder.ids.eos_id) if is_for_people() else None
@@ -206,7 +202,7 @@ def answers_to(
         asked.decoder,
         watch=(lambda _, answer: screen.show(answer)) if screen else None,
         every=1,
-        record=page.record if page else None,
+        record=recording.record if recording else None,
     )
     if screen:
         with screen:
