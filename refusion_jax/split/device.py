@@ -71,7 +71,7 @@ def define_flags(own: flags.FlagValues) -> None:
 def main(own: flags.FlagValues) -> None:
     """Decodes the prompts; Failure if the server is lost."""
     check_given(own, "checkpoint", "key", "server", *([] if own.auto else ["layers"]))
-    if own.auto and (given := [name for name in (*_CHOSEN,) if own[name].present]):
+    if own.auto and (given := [name for name in _CHOSEN if own[name].present]):
         raise UserError(f"--{given[0]}: --auto chooses it")
     if not own.auto and (given := [name for name in ("device_memory", "latency") if own[name].present]):
         raise UserError(f"--{given[0]}: goes with --auto")

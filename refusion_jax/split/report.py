@@ -18,7 +18,7 @@ flags.disclaim_key_flags()  # they belong to the calling command, and are in its
 
 _GIB = 2**30
 _LAYERS = 1024  # each has some hundred candidates
-# For each flag: its help, its default, and its lower limit.
+# For each flag: its default, its help, and its lower limit.
 FLAGS = {
     "device_memory": (None, "GiB of memory on the device for weights and cache", 1e-6),
     "device_flops": (None, "GFLOP/s that the device reaches", 1e-6),
@@ -86,10 +86,10 @@ def show(fitting: list[Candidate], chosen: dict[str, Any], is_json: bool) -> Non
             *(f"{best.cache_length:,}", f"{1e3 * sum(best.parts.values()):.3g}", f"{best.answer:.3g}"),
         )
     Console(soft_wrap=not Console().is_terminal).print(table)
-    flags = "".join(f" --decode.{name}={value}" for name, value in chosen["decode"].items())
+    decode = "".join(f" --decode.{name}={value}" for name, value in chosen["decode"].items())
     print(
         f"chosen: --layers={chosen['layers']} --weights={chosen['weights']} --cache={chosen['cache']} "
-        f"--codec={chosen['codec']}{flags}; what binds: {chosen['binds']}"
+        f"--codec={chosen['codec']}{decode}; what binds: {chosen['binds']}"
     )
     for name, speed in sorted(chosen["tokens_per_second"].items(), key=lambda pair: -pair[1]):
         print(f"  {name:16} {speed:8.2f} tokens/s")
