@@ -147,8 +147,7 @@ def calibrate(runs: Sequence[PublishedRun]) -> dict[str, Calibration]:
     The spread is the deviation of single runs from the mean of their generation: pooled over all generations, because
     each has few runs, or the generation's own if that is larger.
     """
-    logs = _logs(runs)
-    logs = {generation: found for generation, found in logs.items() if len(found) > 1}
+    logs = {generation: found for generation, found in _logs(runs).items() if len(found) > 1}
     squares = sum((x - statistics.mean(found)) ** 2 for found in logs.values() for x in found)
     pooled = math.sqrt(squares / sum(len(found) - 1 for found in logs.values()))
     return {
