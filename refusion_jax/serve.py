@@ -33,7 +33,7 @@ from refusion_jax.cli import command
 from refusion_jax.cli.errors import Failure, UserError, first_line, needs
 from refusion_jax.cli.progress import waiting
 from refusion_jax.distributed.compiled_code import keep_for_user
-from refusion_jax.distributed.host import allow_open_files, return_freed_memory
+from refusion_jax.distributed.host import allow_open_files, listen, return_freed_memory
 from refusion_jax.distributed.sharding import local_mesh
 from refusion_jax.systems.api import all_settings
 
@@ -97,7 +97,6 @@ def main() -> None:
         import uvicorn
 
         from refusion_jax.serving.access import Access, allowed_hosts
-        from refusion_jax.serving.address import listen
         from refusion_jax.serving.app import make_app
         from refusion_jax.serving.connections import TimedConnection
         from refusion_jax.serving.engine import Engine, sized

@@ -28,9 +28,9 @@ from refusion_jax import DecodeSettings, load_model, load_tokenizer
 from refusion_jax.benchmarks import _soak
 from refusion_jax.cli.errors import Failure
 from refusion_jax.decoding.requests import Answer
+from refusion_jax.distributed.host import listen
 from refusion_jax.serving import errors, reply
 from refusion_jax.serving.access import Access, allowed_hosts
-from refusion_jax.serving.address import listen
 from refusion_jax.serving.app import make_app
 from refusion_jax.serving.connections import TimedConnection
 from refusion_jax.serving.engine import BusyError, Engine

@@ -1,4 +1,4 @@
-"""The machine of this process: its cores, open files and parent, and the C library's handling of freed memory."""
+"""The machine of this process: its cores, open files, addresses and parent, and how the C library frees memory."""
 
 import contextlib
 import ctypes
@@ -6,8 +6,11 @@ import glob
 import multiprocessing
 import os
 import resource
+import socket
 import threading
 from collections.abc import Callable
+
+from refusion_jax.cli.errors import UserError
 
 ACCELERATORS = ("/dev/accel*", "/dev/vfio/[0-9]*", "/dev/nvidia[0-9]*", "/dev/kfd")
 _M_TRIM_THRESHOLD, _M_MMAP_MAX, _M_ARENA_MAX = -1, -4, -8  # of mallopt(3), which only the GNU C library has
@@ -25,6 +28,19 @@ def allow_open_files(most: int | None = None) -> int:
     with contextlib.suppress(ValueError, OSError):  # a system may grant less than it reports
         resource.setrlimit(resource.RLIMIT_NOFILE, (min(limits, default=hard), hard))
     return resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """A listening socket, where clients can wait until the model is ready; UserError if the address is not free."""
+    try:
+        family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+    except (OSError, UnicodeError) as error:
+        raise UserError(f"--host={host}: not an address of this machine") from error
+    both = family == socket.AF_INET6 and socket.has_dualstack_ipv6()
+    try:  # it listens at once: before that, another process could bind the address, too
+        return socket.create_server(address, family=family, dualstack_ipv6=both)
+    except OSError as error:
+        raise UserError(f"--host={host} --port={port}: {os.strerror(error.errno)}") from error
 
 
 def end_with_parent(clean_up: Callable[[], None] = lambda: None) -> None:

@@ -21,7 +21,7 @@ from refusion_jax.checkpoints.load import open_weights
 from refusion_jax.cli import command
 from refusion_jax.cli.errors import UserError
 from refusion_jax.distributed.compiled_code import keep_for_user
-from refusion_jax.serving.address import listen
+from refusion_jax.distributed.host import listen
 from refusion_jax.split import frames
 from refusion_jax.split.service import LayerService
 
