@@ -206,9 +206,9 @@ def test_wherever_an_answer_is_cut_its_calls_are_the_same():
             cuts = [0, *sorted(draw.choices(range(len(text)), k=draw.randint(0, 9))), len(text)]
             reader, said, calls = CallReader(["f"], are_several=True), "", []
             for begin, end in zip(cuts, cuts[1:], strict=False):
-                delta = reader.read(Delta(text[begin:end], [], None, [], []))
+                delta = reader.read(Delta(text[begin:end]))
                 said, calls = said + delta.text, calls + delta.calls
-            last = reader.read(Delta("", [], reason, [], []))
+            last = reader.read(Delta("", reason))
             assert said + last.text == "a < b <tool c\n<tool_call>{}</tool_call>"
             assert last.finish_reason == ("tool_calls" if reason == "stop" else "length")
             calls += last.calls

@@ -71,7 +71,7 @@ class Reply:
         """Submits the jobs to the engine; reports then arrive in the queue."""
         for number, one in enumerate(self._choices):
             if one.request is None:
-                self._reports.put_nowait((number, Delta("", [], "length", [], [])))
+                self._reports.put_nowait((number, Delta(finish_reason="length")))
             else:
                 self._jobs.append(self._job(number, one, is_watched))
         self._choices[0].engine.submit(self._jobs)

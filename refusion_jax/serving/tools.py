@@ -74,9 +74,10 @@ def check_template(tokenizer: Tokenizer) -> None:
     tools = [{"type": "function", "function": {"name": name, "description": "", "parameters": {}}} for name in "fg"]
     call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": {"a": 1}}}
     turns = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "", "tool_calls": [call]}]
-    found = Delta("", [], None, [], [])
+    text, calls = "", []
     if tokenizer.has_chat_template:
-        (ids,) = tokenizer.encode_chat([text := tokenizer.render_chat(turns, tools=tools)])
-        found = CallReader("f", are_several=True).read(Delta(tokenizer.decode(ids), [], "stop", [], []))
-    if [one["function"] for one in found.calls] != [{"name": "f", "arguments": '{"a": 1}'}] or '"g"' not in text:
+        text = tokenizer.render_chat(turns, tools=tools)
+        (ids,) = tokenizer.encode_chat([text])
+        calls = CallReader("f", are_several=True).read(Delta(tokenizer.decode(ids), "stop")).calls
+    if [one["function"] for one in calls] != [{"name": "f", "arguments": '{"a": 1}'}] or '"g"' not in text:
         raise UserError(f"tools: this model has no chat template that describes them with calls in {BEGIN}{END}")

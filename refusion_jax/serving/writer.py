@@ -1,6 +1,7 @@
 """The text of an answer while it is written: certain text can be shown, and is never taken back."""
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 from refusion_jax.data.interface import Tokenizer
@@ -15,12 +16,12 @@ _INCOMPLETE = "\N{REPLACEMENT CHARACTER}"  # at the end, it stands for the bytes
 class Delta:
     """What has been added to an answer, as in the events of OpenAI's streams."""
 
-    text: str  # in reading order, continues the deltas before
-    commits: list[tuple[int, int]]  # (position, counted from the prompt's first, token) in the order of commitment
-    finish_reason: str | None  # "stop" | "length" | "tool_calls" with the last delta
-    tokens: list[int]  # of the whole answer so far
-    pieces: list[tuple[int, str]]  # (place in the answer, text) of newly committed tokens, if asked for
-    calls: list[dict[str, Any]] = dataclasses.field(default_factory=list)  # of tools, in OpenAI's form; see `tools`
+    text: str = ""  # in reading order, continues the deltas before
+    finish_reason: str | None = None  # "stop" | "length" | "tool_calls" with the last delta
+    tokens: Sequence[int] = ()  # of the whole answer so far
+    commits: Sequence[tuple[int, int]] = ()  # (position, from the prompt's first, token) in the order of commitment
+    pieces: Sequence[tuple[int, str]] = ()  # (place in the answer, text) of newly committed tokens, if asked for
+    calls: Sequence[dict[str, Any]] = ()  # of tools, in OpenAI's form; see `tools`
     forwards: int | None = None  # of the answer so far; None if nothing was to be decoded
     rounds: int = 0
 
@@ -58,7 +59,7 @@ class Writer:
         commits = list(zip(answer.commit_order, answer.commit_tokens, strict=True))[self._commits :]
         self._commits += len(commits)
         pieces = [] if self._begins is None else self._pieces(commits)
-        return Delta(new, commits, reason, tokens, pieces, forwards=answer.forwards, rounds=answer.rounds)
+        return Delta(new, reason, tokens, commits, pieces, forwards=answer.forwards, rounds=answer.rounds)
 
     def _pieces(self, commits: list[tuple[int, int]]) -> list[tuple[int, str]]:
         """The texts that these commits add or change: a token's text may depend on those before it."""
