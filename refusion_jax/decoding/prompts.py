@@ -37,10 +37,8 @@ def read_prompts(path: Path, tokenizer: Tokenizer | None, settings: Settings) ->
         except ValueError as error:
             raise UserError(f"{where}: its id cannot be written: NaN and Infinity are not JSON") from error
         request = read_request(item, tokenizer, settings, where)
-        own_seed = "seed" in item.get("decode", {})
-        prompts.append(
-            (item.get("id", number - 1), dataclasses.replace(request, noise=0 if own_seed else len(prompts)))
-        )
+        noise = 0 if "seed" in item.get("decode", {}) else len(prompts)
+        prompts.append((item.get("id", number - 1), dataclasses.replace(request, noise=noise)))
     if not prompts:
         raise UserError(f"{path} holds no prompt")
     return prompts
