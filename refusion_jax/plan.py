@@ -71,23 +71,20 @@ _USES = {
 
 def main() -> None:
     kind = "hlo" if _HLO.value is not None else _WHAT.value
+    check_use(kind)
     if kind == "split":
-        check_use(kind)
-        plan_split()
-        return
+        return plan_split()
     if (_CONFIG.value is None) == (_HLO.value is None) or _TOPOLOGY.value is None:
         raise UserError(
             "--config=configs/NAME.py and --topology=GENERATION:SHAPE are needed, or --hlo=FILE in place of --config; "
             "--help explains"
         )
-    check_use(kind)
     config, topology, slices = _CONFIG.value, topology_of(_TOPOLOGY.value), _SLICES.value
     if topology != _TOPOLOGY.value:
         print(f"{_TOPOLOGY.value} is {topology}", file=sys.stderr)
     libtpu_version()
     if kind == "hlo":
-        show(plan_dump(Path(_HLO.value), topology, slices))
-        return
+        return show(plan_dump(Path(_HLO.value), topology, slices))
     if slices > 1 and config.mesh.replica == 1:
         config.mesh.replica = slices
     if _ROWS.value is not None:
