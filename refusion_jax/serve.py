@@ -15,8 +15,6 @@ The server listens only on this machine unless --host says otherwise; with --api
 On SIGINT or SIGTERM it finishes the answers under way and ends, on SIGTERM with exit code 0.
 """
 
-import asyncio
-import functools
 import gc
 import os
 import signal
@@ -33,7 +31,7 @@ from refusion_jax.cli import command
 from refusion_jax.cli.errors import Failure, UserError, first_line, needs
 from refusion_jax.cli.progress import waiting
 from refusion_jax.distributed.compiled_code import keep_for_user
-from refusion_jax.distributed.host import allow_open_files, listen, return_freed_memory
+from refusion_jax.distributed.host import listen
 from refusion_jax.distributed.sharding import local_mesh
 from refusion_jax.systems.api import all_settings
 
@@ -82,8 +80,6 @@ command.define_settings(
     },
 )
 _ROWS = {"cpu": 8}  # rows of a batch, if different from the default: on a CPU each one costs time
-_GRACE = 60  # seconds to finish current answers when the server is asked to end
-_IDLE = 75  # seconds that an idle connection is kept: longer than clients and proxies keep it, so that they close it
 
 
 def main() -> None:
@@ -94,11 +90,9 @@ def main() -> None:
     if _KEYS.present and not keys:
         raise UserError("--api_key: holds no key; without the flag, all requests are served")
     with needs("serve"):
-        import uvicorn
-
         from refusion_jax.serving.access import Access, allowed_hosts
         from refusion_jax.serving.app import make_app
-        from refusion_jax.serving.connections import TimedConnection
+        from refusion_jax.serving.connections import make_server
         from refusion_jax.serving.engine import Engine, sized
         from refusion_jax.serving.service import Service
     checkpoint = epath.Path(_CHECKPOINT.value)
@@ -117,13 +111,7 @@ def main() -> None:
     host, port, *_ = listening.getsockname()
     access = Access(keys, _CORS.value, allowed_hosts(host, _HOSTS.value), _LOG.value)
     service = Service(_NAME.value or _CHECKPOINT.value, model, tokenizer, engine, seed)
-    app = make_app(service, access, refusion_jax.__version__)
-    how = {"log_level": "warning", "access_log": False, "timeout_graceful_shutdown": _GRACE, "server_header": False}
-    how |= {"http": TimedConnection, "timeout_keep_alive": _IDLE, "ws": "none"}
-    how["limit_concurrency"] = allow_open_files(1 << 16) * 3 // 4  # others get status 503, which takes a file, too
-    # Every 30 s. One heap for all threads would grow as little, but decodes at two thirds of the rate.
-    how |= {"callback_notify": functools.partial(asyncio.to_thread, return_freed_memory)}
-    server = uvicorn.Server(uvicorn.Config(app, **how))
+    server = make_server(make_app(service, access, refusion_jax.__version__))
     try:
         with waiting("compiling"):
             engine.start(failed=lambda: setattr(server, "should_exit", True))

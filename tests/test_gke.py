@@ -114,7 +114,7 @@ def test_the_server_is_reached_watched_and_drained():
     labels = DEPLOYMENT["spec"]["template"]["metadata"]["labels"]
     assert SERVICE["spec"]["selector"] == DEPLOYMENT["spec"]["selector"]["matchLabels"] == labels
     paused = container["lifecycle"]["preStop"]["sleep"]["seconds"]
-    grace = re.search(r"^_GRACE = (\d+)", (ROOT / "refusion_jax" / "serve.py").read_text(), re.M)[1]
+    grace = re.search(r"^_GRACE = (\d+)", (ROOT / "refusion_jax/serving/connections.py").read_text(), re.M)[1]
     assert SERVER["terminationGracePeriodSeconds"] > paused + int(grace)
     assert [e["name"] for e in container["env"] if "secretKeyRef" in e["valueFrom"]] == ["REFUSION_API_KEY"]
     assert chips(SERVER) == (int(flags(SERVER)["--mesh.tensor"]),) * 2  # it runs on one host
