@@ -18,22 +18,19 @@ class Metrics(Collector):
 
     def __init__(self, model: str, engine: Engine):
         self.registry = CollectorRegistry()
-        labels = {"model_name": model}
-
-        def make(kind: type, name: str, text: str, more: tuple[str, ...] = (), **how):
-            metric = kind(name, text, ["model_name", *more], registry=self.registry, **how)
-            return metric if more else metric.labels(**labels)
-
-        for key, name, text in (
-            ("decoding", "running", "Answers that are being decoded"),
-            ("waiting", "waiting", "Answers that wait for a row"),
-        ):
-            gauge = make(Gauge, f"vllm:num_requests_{name}", text)
-            gauge.set_function(lambda key=key: engine.load[key])
         self._model, self._engine = model, engine
+
+        def make(kind: type, name: str, text: str, **how):
+            return kind(name, text, ["model_name"], registry=self.registry, **how).labels(model)
+
+        running = make(Gauge, "vllm:num_requests_running", "Answers that are being decoded")
+        running.set_function(lambda: engine.load["decoding"])
+        waiting = make(Gauge, "vllm:num_requests_waiting", "Answers that wait for a row")
+        waiting.set_function(lambda: engine.load["waiting"])
         self.given = make(Counter, "vllm:prefix_cache_queries", "Tokens of prompts of decoded answers")
         self.cached = make(Counter, "vllm:prefix_cache_hits", "Those whose keys and values were there already")
-        self._success = make(Counter, "vllm:request_success", "Finished answers", ("finished_reason",))
+        labels = ["model_name", "finished_reason"]
+        self._success = Counter("vllm:request_success", "Finished answers", labels, registry=self.registry)
         self.prompt = make(Counter, "vllm:prompt_tokens", "Tokens of prompts")
         self._generated = make(Counter, "vllm:generation_tokens", "Tokens of answers")
         first, whole = "Until the first tokens of a streamed answer", "Until an answer was complete"
