@@ -1,6 +1,6 @@
 """Plots of a comparison: one line for each decoder, with a band over seeds."""
 
-import contextlib
+import functools
 import importlib.util
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -8,7 +8,7 @@ from typing import Any
 
 from refusion_jax.benchmarks.headline.curves import Curve, Figure, Measured, curves
 from refusion_jax.benchmarks.headline.experiment import BATCH_SIZES
-from refusion_jax.benchmarks.headline.results import Results, Trained
+from refusion_jax.benchmarks.headline.results import Results, TpuEstimate, Trained
 
 _TRAINING = {  # file: (field of the logged steps, label)
     "loss": ("eval_loss", "held-out loss (each system's own)"),
@@ -28,56 +28,49 @@ def draw(results: Results, directory: Path) -> list[Path]:
     matplotlib.rcParams["svg.hashsalt"] = "headline"  # equal figures give equal files
     directory.mkdir(parents=True, exist_ok=True)
     paths = []
-
-    @contextlib.contextmanager
-    def plot(name: str, **labels: Any) -> Iterator[matplotlib.axes.Axes]:
+    for name, plot, labels in _plots(results):
         fig, axes = pyplot.subplots(figsize=(8, 5), layout="constrained")
-        yield axes
+        plot(axes)
         axes.set(**labels)
         if axes.lines:
             axes.legend(fontsize="small")
         paths.append(directory / f"{name}.svg")
         fig.savefig(paths[-1], metadata={"Date": None})
         pyplot.close(fig)
+    return paths
 
+
+def _plots(results: Results) -> Iterator[tuple[str, Callable[[Any], None], dict[str, str]]]:
+    """(name, what draws its lines, labels and scales of its axes) of each plot."""
+    found = curves(results)
     speeds = {"tokens_per_forward": ("tokens per forward", lambda point: point.figure("tokens_per_forward"))}
     for size in map(str, BATCH_SIZES):
         label = f"tokens per second, {size} at a time"
         speeds[f"tokens_per_second_{size}"] = label, lambda point, size=size: point.speed[size]
     for name, (label, speed) in speeds.items():
-        with plot(f"accuracy_by_{name}", xlabel=label, ylabel="exact match", xscale="log") as axes:
-            for curve in curves(results):
-                _plot_accuracy(axes, curve, speed)
+        labels = {"xlabel": label, "ylabel": "exact match", "xscale": "log"}
+        yield f"accuracy_by_{name}", functools.partial(_plot_accuracies, found, speed), labels
     for name, (key, label) in _TRAINING.items():
-        with plot(f"{name}_by_tokens", xlabel="tokens trained on", ylabel=label, yscale="log") as axes:
-            _plot_training(axes, results.runs, key)
+        labels = {"xlabel": "tokens trained on", "ylabel": label, "yscale": "log"}
+        yield f"{name}_by_tokens", functools.partial(_plot_training, results.runs, key), labels
     for topology in dict.fromkeys(record.topology for record in results.tpu_estimates):
-        with plot(
-            f"estimate_{topology.replace(':', '_')}",
-            title="estimate, not calibrated",
-            xlabel=f"rows at once on {topology}",
-            ylabel="times one token per forward",
-            xscale="log",
-            yscale="log",
-        ) as axes:
-            for record in results.tpu_estimates:
-                if record.topology == topology:
-                    sizes, speedups = ([getattr(b, key) for b in record.batches] for key in ("batch_size", "speedup"))
-                    axes.plot(sizes, speedups, label=record.name, **_DOTS)
-    return paths
+        own = [record for record in results.tpu_estimates if record.topology == topology]
+        labels = {"title": "estimate, not calibrated", "xlabel": f"rows at once on {topology}"}
+        labels |= {"ylabel": "times one token per forward", "xscale": "log", "yscale": "log"}
+        yield f"estimate_{topology.replace(':', '_')}", functools.partial(_plot_estimates, own), labels
 
 
-def _plot_accuracy(axes: Any, curve: Curve, speed: Callable[[Measured], Figure]) -> None:
-    """A line of accuracy over mean speed; the band reaches from the least to the most accurate seed."""
-    points = sorted(curve.points, key=lambda point: speed(point).mean)
-    x = [speed(point).mean for point in points]
-    (line,) = axes.plot(x, [point.accuracy.mean for point in points], label=curve.name, **_DOTS)
-    least = [point.accuracy.least for point in points]
-    most = [point.accuracy.most for point in points]
-    axes.fill_between(x, least, most, color=line.get_color(), alpha=0.15)
+def _plot_accuracies(found: Sequence[Curve], speed: Callable[[Measured], Figure], axes: Any) -> None:
+    """Lines of accuracy over mean speed; bands reach from the least to the most accurate seed."""
+    for curve in found:
+        points = sorted(curve.points, key=lambda point: speed(point).mean)
+        x, accuracies = [speed(point).mean for point in points], [point.accuracy for point in points]
+        (line,) = axes.plot(x, [one.mean for one in accuracies], label=curve.name, **_DOTS)
+        bounds = [one.least for one in accuracies], [one.most for one in accuracies]
+        axes.fill_between(x, *bounds, color=line.get_color(), alpha=0.15)
 
 
-def _plot_training(axes: Any, runs: Sequence[Trained], key: str) -> None:
+def _plot_training(runs: Sequence[Trained], key: str, axes: Any) -> None:
     """A line for each run that measured `key`; the seeds of a model share a colour."""
     colors = {}
     for run in runs:
@@ -85,3 +78,10 @@ def _plot_training(axes: Any, runs: Sequence[Trained], key: str) -> None:
             style = {"color": colors[run.model]} if run.model in colors else {"label": run.model}
             (line,) = axes.plot(*zip(*measured, strict=True), **style, **_DOTS)
             colors[run.model] = line.get_color()
+
+
+def _plot_estimates(records: Sequence[TpuEstimate], axes: Any) -> None:
+    """A line of the speedup over the batch size for each decoder."""
+    for record in records:
+        sizes, speedups = ([getattr(b, key) for b in record.batches] for key in ("batch_size", "speedup"))
+        axes.plot(sizes, speedups, label=record.name, **_DOTS)
