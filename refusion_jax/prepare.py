@@ -15,6 +15,7 @@ import dataclasses
 import functools
 import logging
 import shlex
+import signal
 import sys
 import time
 from collections.abc import Callable
@@ -161,6 +162,7 @@ def _runner() -> Callable[[PrepareSettings, epath.Path], Runner]:
     if _RUNNER.value == "local":
         if _BEAM_OPTIONS.present:
             raise UserError("--beam_options goes with --runner=beam")
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # ends processes: Python would warn of their semaphores
         return functools.partial(Processes, count=count)
     logging.disable(logging.WARNING)  # Beam warns that BigQuery's libraries are missing
     with needs("beam"):

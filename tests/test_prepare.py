@@ -294,7 +294,14 @@ def test_a_killed_process_goes_on_where_it_was_and_its_workers_die(tmp_path, tok
     assert contents(tmp_path / "killed") == contents(tmp_path / "straight")
 
 
-def test_an_interrupted_one_tells_how_to_go_on(tmp_path, tokenizer_file):
+@pytest.mark.parametrize(
+    ("number", "ends"),
+    [
+        (signal.SIGINT, (130, "error: interrupted; the same command resumes from here\n")),
+        (signal.SIGTERM, (143, "")),
+    ],
+)
+def test_an_interrupted_one_tells_how_to_go_on(number, ends, tmp_path, tokenizer_file):
     (tmp_path / "a.txt").write_text(" ".join(random.Random(0).choices(WORDS, k=3_000_000)))
     flags = [f"--input={tmp_path}/a.txt", f"--tokenizer={tokenizer_file}", "--shard_mib=1", "--workers=2"]
     process = start("prepare", *flags, f"--output={tmp_path}/out")
@@ -303,9 +310,9 @@ def test_an_interrupted_one_tells_how_to_go_on(tmp_path, tokenizer_file):
     for child in children():  # as Ctrl-C on a terminal, which they leave to their parent
         child.send_signal(signal.SIGINT)
     wait_until(lambda: list((tmp_path / "out" / ".progress").glob("done-*.json")), process)
-    process.send_signal(signal.SIGINT)
+    process.send_signal(number)
     _, err = process.communicate(timeout=300)
-    assert (process.returncode, err) == (130, "error: interrupted; the same command resumes from here\n")
+    assert (process.returncode, err) == ends
 
 
 def test_workers_that_die_are_told_in_one_line_in_every_pass(tmp_path):
