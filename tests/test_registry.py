@@ -179,6 +179,10 @@ def test_a_batch_that_does_not_fit_is_refused_before_the_run_has_a_directory(tmp
         (lambda batch: {"diagnostics": {"at": batch.labels[0]}}, r"batch.diagnostics\['at'\] is of shape \(24,\)"),
         (lambda batch: {"visibility": jax.tree.map(lambda x: x[0], batch.visibility)}, r"batch.visibility.* \(24,\)"),
         (lambda _: {}, "returns dict, not a Batch"),
+        (lambda _: {"visibility": None}, "batch.visibility is of type NoneType, not Visibility"),
+        (lambda batch: {"weights": batch.weights["mdm"]}, "batch.weights is of type .*Array.*, not Mapping"),
+        (lambda _: {"labels": None}, "batch.labels is of type NoneType, not an array"),
+        (lambda _: {"weights": {"mdm": 1.0}}, r"batch.weights\['mdm'\] is of type float, not an array"),
         (lambda batch: {"labels": batch.labels / 1.0}, "batch.labels is of float32, not int32"),
         (lambda batch: {"weights": jax.tree.map(half, batch.weights)}, r"batch.weights\['mdm'\] is of bfloat16, no"),
         (lambda _: {"combine": lambda ce, _: {"mdm": half(ce.sum())}}, r"combine returns {'mdm': 'bfloat16\[\]'}, n"),
@@ -225,6 +229,19 @@ def test_a_decoder_whose_states_are_wrong_is_refused_by_its_name(monkeypatch, ch
     monkeypatch.setattr(registry, "_registered", {})
     registry.register(System("odd", None, {"odd": Odd}, {"odd": ar.references["ar"]}))
     with pytest.raises(UserError, match=why):
+        decode(sharp_model(), PROMPTS[:2], settings("odd"))
+
+
+def test_a_decoder_with_a_field_that_jit_does_not_take_is_refused_by_its_name(monkeypatch):
+    ar = registry.systems()["ar"]
+
+    @dataclasses.dataclass(frozen=True, kw_only=True)
+    class Odd(ar.decoders["ar"]):
+        sizes: list = dataclasses.field(default_factory=list)
+
+    monkeypatch.setattr(registry, "_registered", {})
+    registry.register(System("odd", None, {"odd": Odd}, {"odd": ar.references["ar"]}))
+    with pytest.raises(UserError, match="test_registry.Odd: unhashable type: 'list': its fields are static in `jit`"):
         decode(sharp_model(), PROMPTS[:2], settings("odd"))
 
 
