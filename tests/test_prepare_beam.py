@@ -4,6 +4,7 @@ import functools
 import os
 import signal
 
+import psutil
 import pytest
 from conftest import run, start
 from fuzz_inputs import write_files
@@ -68,8 +69,10 @@ def test_a_killed_pipeline_goes_on_where_it_was(tmp_path, tokenizer_file):  # no
     for name, kill, how in (("digests-*", os.kill, signal.SIGKILL), ("done-*", os.killpg, signal.SIGINT)):
         process = start("prepare", *flags, f"--output={tmp_path}/killed", "--runner=beam")
         wait_until(lambda name=name: len(list(progress.glob(name))) >= 3, process)
+        workers = psutil.Process(process.pid).children(recursive=True)
         kill(process.pid, how)
         _, err = process.communicate()
+        assert not psutil.wait_procs(workers, timeout=60)[1]
     assert err == "error: interrupted; the same command resumes from here\n"  # and nothing of Beam's workers
     assert not (tmp_path / "killed" / "manifest.json").exists()
     run("prepare", *flags, f"--output={tmp_path}/killed", "--runner=beam")

@@ -40,9 +40,10 @@ class BeamRunner(Runner):
         # Prism also ends a pipeline after this time, by default after five minutes.
         self._options = ["--job_server_timeout=86400", *(options or [f"--direct_num_workers={count}"])]
         if not options:  # Ctrl-C goes to all processes: this one ends the workers, and reports it in one line
-            python = shlex.quote(sys.executable)
-            worker = f"trap '' INT; {python} -m apache_beam.runners.worker.sdk_worker_main 2> {os.devnull}"
-            self._runner = FnApiRunner(SubprocessSDKEnvironment.from_command_string(worker))
+            worker = f"{shlex.quote(sys.executable)} -m apache_beam.runners.worker.sdk_worker_main 2> {os.devnull}"
+            wait = "while kill -0 $PPID $!; do sleep .5; done; kill $!; wait $!"  # they would survive this one for ever
+            command = f"trap '' INT; {worker} & {{ {wait}; }} 2> {os.devnull}"
+            self._runner = FnApiRunner(SubprocessSDKEnvironment.from_command_string(command))
         logging.getLogger("apache_beam").setLevel(logging.ERROR)  # it reports each of its threads
 
     def __exit__(self, *_) -> None:
