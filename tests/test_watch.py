@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import TINY_RUN, config_with, forward, run, serving
+from conftest import MASK, TINY_RUN, config_with, equipped, forward, run, serving, settings, sharp_model
 from flax import nnx
 from helpers import Bytes, Letters, check_page, loss_terms, tiny_qwen3, write_lines
 from rich.console import Console
@@ -29,9 +29,11 @@ from refusion_jax.data.fast_tokenizer import first_difference
 from refusion_jax.data.prepared import PreparedRows
 from refusion_jax.decoding.player import BEGINNING, REFUSED, REPAIRED, VERIFIED, WAITING, Decodings, page
 from refusion_jax.decoding.prompts import spelled
-from refusion_jax.decoding.requests import Answer, Request
+from refusion_jax.decoding.requests import Answer, Request, prepare
 from refusion_jax.decoding.trajectory import Told, Trajectory
 from refusion_jax.distributed.sharding import make_mesh
+from refusion_jax.systems import registry
+from refusion_jax.systems.api import stream
 from refusion_jax.training import data_page, recovery
 from refusion_jax.training.inspection import BEGINNING as ROW_BEGINNING
 from refusion_jax.training.inspection import corrupted, row_page, show_row, training_batch
@@ -124,6 +126,34 @@ def test_a_page_shows_an_answer_that_the_prefill_ends():
     (row,) = rows_of(page_of(request, Answer([65], [1], [65], 0, 0, "eos")))
     (scene,) = row["scenes"]
     assert (scene["groups"], scene["counts"], scene["drafts"]) == ([[["A", 0, 0]]], [1], [])
+
+
+def random_requests(name: str, model, count: int) -> list[Request]:
+    """Prompts, lengths and temperatures at random."""
+    random, requests = np.random.default_rng(0), []
+    for number in range(count):
+        own = {"temperature": float(random.choice([0.0, 1.0])), "seed": number}
+        prompt = random.integers(3, MASK, random.integers(2, 9)).tolist()
+        requests.append(Request(prompt, settings=settings(name, batch_size=8, cache_length=96, **own)))
+    return prepare(requests, requests[0].settings, model.config)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", registry.decoders())
+def test_a_page_counts_as_the_decoder_does(name):
+    model = equipped(sharp_model(), name)
+    requests, decodings = random_requests(name, model, 200), Decodings(name, None)
+    for index, answer in stream(model, requests, record=decodings.record):
+        decodings.add(index, requests[index], answer)
+    for index, answer in stream(model, requests):
+        scene, committed = decodings.scenes[index], len(answer.commit_order)
+        assert len(scene.counts) - 1 == len(scene.drafts) == len(scene.plans) == answer.forwards
+        assert scene.counts == sorted(scene.counts)
+        assert scene.counts[-1] == committed
+        cells = [cell for slot in scene.groups for cell in slot]
+        assert sum(order < committed and not after for _, order, after in cells) == len(answer.tokens)
+        taken = [at for drafts in scene.drafts for at, _, what in drafts if what in (VERIFIED, REPAIRED)]
+        assert len(set(taken)) == len(taken) <= committed
 
 
 def test_the_page_loads_nothing_and_makes_no_markup_of_text(tmp_path):
