@@ -27,7 +27,7 @@ from etils import epath
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
 from refusion_jax.cli import command, flag_values
-from refusion_jax.cli.errors import UserError, needs
+from refusion_jax.cli.errors import UserError, needs, refusing
 from refusion_jax.cli.paths import is_remote
 from refusion_jax.data.examples import Fields
 from refusion_jax.data.fast_tokenizer import THINKING, load_tokenizer_file
@@ -168,10 +168,8 @@ def _runner() -> Callable[[PrepareSettings, epath.Path], Runner]:
     with needs("beam"):
         from refusion_jax.data.beam import BeamRunner
     logging.disable(logging.NOTSET)
-    try:
+    with refusing("--beam_options", ValueError):
         return functools.partial(BeamRunner, options=shlex.split(_BEAM_OPTIONS.value), count=count)
-    except ValueError as error:
-        raise UserError(f"--beam_options: {error}") from error
 
 
 def _filters(flag: dict[str, Any]) -> FilterSettings:

@@ -18,7 +18,7 @@ import tensorstore
 from absl import logging
 from etils import epath
 
-from refusion_jax.cli.errors import Failure, UserError, first_line
+from refusion_jax.cli.errors import Failure, UserError, refusing
 from refusion_jax.cli.paths import is_remote
 from refusion_jax.distributed.processes import first_fault
 from refusion_jax.distributed.storage import try_lock
@@ -84,12 +84,10 @@ def _lease(directory: epath.Path) -> Iterator[Callable[[], None]]:
             new_holder = there.value.decode(errors="replace") or "somebody who has left"
             raise UserError(f"{directory} has been taken over by {new_holder}: this run stops and saves nothing more")
 
-    try:
+    with refusing(f"--workdir={directory} cannot be written", ValueError):  # all that the store raises
         store = tensorstore.KvStore.open(f"{directory}/").result()
         there = store.read(FILE).result()
         mine = swap(_this_process(), there.stamp.generation)
-    except ValueError as error:  # all that the store raises
-        raise UserError(f"--workdir={directory} cannot be written: {first_line(error)}") from error
     if not mine:
         raise _in_use(directory, store.read(FILE).result().value)
     if there.value:

@@ -11,7 +11,7 @@ from etils import epath
 
 from refusion_jax.checkpoints.directory import check_whole, find_step
 from refusion_jax.checkpoints.writer import Items, make_checkpointer, silence_orbax_tracebacks
-from refusion_jax.cli.errors import UserError, first_line
+from refusion_jax.cli.errors import UserError, first_line, refusing
 from refusion_jax.distributed.storage import absolute
 from refusion_jax.model.huggingface import is_finite
 
@@ -23,11 +23,8 @@ def restore_params(path: epath.Path, target: Any) -> Any:
     """Weights of the newest step, or of the step in the path, with the shapes, dtypes and shardings of a target."""
     silence_orbax_tracebacks()
     directory = _find_params(path, target)
-    try:
-        with ocp.StandardCheckpointer() as checkpointer:
-            restored = checkpointer.restore(directory, target)
-    except Exception as error:  # damage that no checksum has shown
-        raise UserError(f"{directory} cannot be read: {first_line(error)}") from error
+    with refusing(f"{directory} cannot be read"), ocp.StandardCheckpointer() as checkpointer:
+        restored = checkpointer.restore(directory, target)  # may raise anything, at damage that no checksum has shown
     return checked(directory, restored)
 
 

@@ -52,6 +52,17 @@ def naming(where: str) -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def refusing(what: str, kind: type[Exception] = Exception) -> Iterator[None]:
+    """A context in which a library's errors of this kind mean bad input: UserError says what, and their first line."""
+    try:
+        yield
+    except UserError:
+        raise
+    except kind as error:
+        raise UserError(f"{what}: {first_line(error)}") from error
+
+
+@contextlib.contextmanager
 def needs(extra: str) -> Iterator[None]:
     """A context for imports of modules that need an optional extra; UserError has the command that installs it."""
     try:

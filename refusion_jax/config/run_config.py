@@ -9,7 +9,7 @@ import ml_collections
 from etils import epath
 
 from refusion_jax.checkpoints.run_directory import write_model_config
-from refusion_jax.cli.errors import UserError, first_line
+from refusion_jax.cli.errors import UserError, refusing
 from refusion_jax.cli.paths import is_remote
 from refusion_jax.config import default_config, flatten, lacking
 from refusion_jax.config.keys import keys
@@ -96,11 +96,8 @@ def read_config(workdir: epath.Path) -> ml_collections.ConfigDict:
     """The config of a run, with defaults for keys that are newer than the run."""
     path, config = workdir / "config.json", default_config()
     content = read_json(path)
-    try:
-        with config.unlocked():
-            config.update(content)
-    except (ValueError, TypeError, KeyError, AttributeError, OverflowError) as error:  # raised by ml_collections
-        raise UserError(f"{path} cannot be read: {first_line(error)}") from error
+    with refusing(f"{path} cannot be read"), config.unlocked():
+        config.update(content)
     read = flatten(config.to_dict())
     if null := next((key for key in keys() if read.get(key) is None), None):
         raise UserError(f"{path} cannot be read: {null} is null")  # ml_collections accepts it

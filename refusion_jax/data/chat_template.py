@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 import jinja2
 import jinja2.sandbox
 
-from refusion_jax.cli.errors import UserError, first_line
+from refusion_jax.cli.errors import refusing
 
 _DAY = datetime.date(2025, 7, 1)
 _GENERATION = re.compile(r"({%[-+]?\s*(?:end)?)generation\b")  # without effect on the text, like {% with %}
@@ -34,17 +34,13 @@ class ChatTemplate:
         environment.globals["raise_exception"] = _refuse
         if "strftime_now is" not in source:
             environment.globals["strftime_now"] = _DAY.strftime
-        try:
+        with refusing(f"{origin}: the chat template cannot be read"):
             self._template = environment.from_string(_GENERATION.sub(r"\1with", source))
-        except Exception as error:  # noqa: BLE001  jinja2 lets Python compile it, and evaluates constants
-            raise UserError(f"{origin}: the chat template cannot be read: {first_line(error)}") from error
 
     def render(self, **variables: Any) -> str:
         """The text of a conversation; UserError if the template fails."""
-        try:
+        with refusing("the chat template fails"):
             return self._template.render(**variables)
-        except Exception as error:  # noqa: BLE001  a program may raise anything
-            raise UserError(f"the chat template fails: {first_line(error)}") from error
 
 
 def _refuse(message: object) -> NoReturn:

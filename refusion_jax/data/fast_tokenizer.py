@@ -8,7 +8,7 @@ import pydantic
 import tokenizers
 from etils import epath
 
-from refusion_jax.cli.errors import UserError, first_line
+from refusion_jax.cli.errors import UserError, refusing
 from refusion_jax.data.chat_template import ChatTemplate
 from refusion_jax.data.examples import Messages
 from refusion_jax.data.interface import Tokenizer
@@ -93,12 +93,8 @@ class FastTokenizer(Tokenizer):
             )
         self._config_content = read_file(file)
         config = parse_json(self._config_content, _Config, f"{file}", extra="ignore")
-        try:
+        with refusing(f"{path} is not a Hugging Face tokenizer"):
             self._tokenizer = _read_tokenizer(path, config)
-        except UserError:
-            raise
-        except Exception as error:  # it raises nothing more precise
-            raise UserError(f"{path} is not a Hugging Face tokenizer: {first_line(error)}") from error
         self._tokenizer.no_truncation()  # which a file may ask for: texts are never cut or padded here
         self._tokenizer.no_padding()
         if thinking not in (None, config.enable_thinking):
@@ -175,10 +171,8 @@ class FastTokenizer(Tokenizer):
     def _encode(self, texts: list[str], as_text: bool) -> list[list[int]]:
         if self._tokenizer.encode_special_tokens != as_text:  # else "<|im_end|>" becomes the token of that name; where
             self._tokenizer.encode_special_tokens = as_text  # all calls ask for the same, threads may encode at once
-        try:
+        with refusing(f"{self._path} is a tokenizer that fails"):
             return [one.ids for one in self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)]
-        except Exception as error:  # it raises nothing more precise
-            raise UserError(f"{self._path} is a tokenizer that fails: {first_line(error)}") from error
 
     def encode_prompts(self, texts: list[str | Messages | None]) -> list[list[int]]:
         """Ids of prompts in the chat template: a string is the turn of a user; messages are the turns they say."""

@@ -18,7 +18,7 @@ from typing import BinaryIO
 
 from etils import epath
 
-from refusion_jax.cli.errors import UserError, first_line, needs
+from refusion_jax.cli.errors import UserError, first_line, needs, refusing
 from refusion_jax.cli.paths import is_remote
 from refusion_jax.data.examples import OPENING, Bad, Example, Fields, Line, checked, decode, load_json, to_examples
 from refusion_jax.distributed.json_files import LINE
@@ -57,11 +57,9 @@ def pinned(pattern: str, flag: str = "--input") -> str:
         raise UserError(f"{flag}={pattern}: is not a data set; those are {_HUB}ORG/NAME")
     with needs("hub"):
         from huggingface_hub import HfApi, HfFileSystem
-    try:
+    with refusing(f"{flag}={pattern}"):  # the Hub, the network or the name may be at fault
         found = HfFileSystem().resolve_path(pattern)
         commit = HfApi().dataset_info(found.repo_id, revision=found.revision).sha
-    except Exception as error:  # noqa: BLE001  from the Hub, the network, or for an invalid name
-        raise UserError(f"{flag}={pattern}: {first_line(error)}") from error
     return "/".join(filter(None, [f"{_HUB}{found.repo_id}@{commit}", found.path_in_repo]))
 
 

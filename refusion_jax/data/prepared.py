@@ -11,7 +11,7 @@ from array_record.python.array_record_module import ArrayRecordReader
 from etils import epath
 from grain.sources import ArrayRecordDataSource
 
-from refusion_jax.cli.errors import UserError, first_line
+from refusion_jax.cli.errors import UserError, refusing
 from refusion_jax.data.interface import RowSource
 from refusion_jax.data.manifest import Shard, read_manifest
 from refusion_jax.data.rows import decode_row
@@ -58,12 +58,10 @@ def _check_file(path: epath.Path, shard: Shard) -> None:
         raise UserError(f"{path} is missing, but the manifest names it; prepare the data again") from error
     if size != shard.bytes:
         raise UserError(f"{path} has {size} bytes instead of {shard.bytes}; prepare the data again")
-    try:
+    with refusing(f"{path} cannot be read", RuntimeError):  # such as zeros, which a machine failure may leave
         reader = ArrayRecordReader(str(path))
         rows = reader.num_records()  # 0 if its end is damaged
         reader.close()
-    except RuntimeError as error:  # zeros, which a machine failure may leave
-        raise UserError(f"{path} cannot be read: {first_line(error)}") from error
     if rows != shard.rows:
         raise UserError(f"{path} has {rows} rows instead of {shard.rows}; prepare the data again")
 
