@@ -6,6 +6,7 @@ It begins with the state of the newest whole checkpoint, opens the logs, and has
 import contextlib
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -65,10 +66,8 @@ class Session:
                 run.tasks.check(self.state.weights)  # now that the state has taken its share of the memory
             compiled_code.keep_compiled(workdir / "compilation_cache", config.compilation_cache)
             claim(workdir, config, run.shape, run.tokenizer)
-            self.directory = storage.LogDirectory(workdir)
-            stack.callback(self.directory.close)
-            self.events = events.EventLog(self.directory.fetch(events.FILE))
-            stack.callback(self.events.close)
+            self.directory = stack.enter_context(closing(storage.LogDirectory(workdir)))
+            self.events = stack.enter_context(closing(events.EventLog(self.directory.fetch(events.FILE))))
             age = time.monotonic() - self._began if run.failure else events.process_age()
             self.events.write("start", ago=age, step=self.first_step, versions=xla_options.versions())
             if failure := run.failure:
@@ -79,16 +78,14 @@ class Session:
                 self.events.write("passed_over", step=step, why=why)
             self.events.write("restore", seconds=self._restore_seconds)
             self.events.write("init", seconds=max(0.0, age - self._restore_seconds))
-            self.metrics = MetricsWriter(run, self.directory, self.first_step, wide_to_int(self.state.tokens))
-            stack.callback(self.metrics.close)
+            tokens = wide_to_int(self.state.tokens)
+            self.metrics = stack.enter_context(closing(MetricsWriter(run, self.directory, self.first_step, tokens)))
             self.clock = events.StepClock(self.events, self.first_step)
             if run.compiled_step is None:
                 with self.pause("compile"):
                     run.compiled_step = run.program.compiled_step(self.state)
-            self.profile = _Profile(config.profile_steps, self.directory.path / "tensorboard")
-            stack.callback(self.profile.stop)
-            self.watchdog = watchdog.Watchdog(config.guard.hang_minutes)
-            stack.callback(self.watchdog.close)
+            self.profile = stack.enter_context(_Profile(config.profile_steps, self.directory.path / "tensorboard"))
+            self.watchdog = stack.enter_context(closing(watchdog.Watchdog(config.guard.hang_minutes)))
             run.preemption.training, run.failure = True, None
             yield
 
@@ -167,29 +164,25 @@ class Session:
         self.metrics.paused(seconds)
 
 
-class _Profile:
+class _Profile(contextlib.ExitStack):
     """Traces the steps from the first to the last in `steps` on process 0; none if it is empty."""
 
     def __init__(self, steps: Sequence[int], directory: Path):
-        self._first, self._last = steps or (0, 0)
-        self._directory = directory
-        self._is_tracing = False
+        super().__init__()
+        first, last = steps or (0, -1)
+        self._steps = range(first, last + 1) if jax.process_index() == 0 else range(0)
+        self._directory, self._is_tracing = directory, False
 
     def before(self, step: int) -> None:
-        if self._first <= step <= self._last and not self._is_tracing and jax.process_index() == 0:
-            jax.profiler.start_trace(str(self._directory))
+        if step in self._steps and not self._is_tracing:
+            self.enter_context(jax.profiler.trace(self._directory))
             self._is_tracing = True
 
     def after(self, step: int, outputs: Any) -> None:
         """Writes the trace after the last step, once its outputs are ready."""
-        if self._is_tracing and step == self._last:
+        if self._is_tracing and step == self._steps[-1]:
             jax.block_until_ready(outputs)
-            self.stop()
-
-    def stop(self) -> None:
-        if self._is_tracing:
-            jax.profiler.stop_trace()
-            self._is_tracing = False
+            self.close()
 
 
 def _initial_weights(run: Run) -> dict | None:
