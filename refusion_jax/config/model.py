@@ -103,19 +103,14 @@ def model_config(
             f"--config.model.vocab_size={rows} is less than the {tokenizer.size} pieces of the tokenizer; give at "
             f"least that"
         )
-    size, pad, bos, eos, mask = (
-        (tokenizer.size, tokenizer.pad_id, tokenizer.bos_id, tokenizer.eos_id, tokenizer.mask_id)
-        if tokenizer
-        else (rows, 0, 1, 2, rows - 1)
-    )
+    ids = {"pad": 0, "bos": 1, "eos": 2, "mask": rows - 1}
+    if tokenizer:
+        ids = {name: getattr(tokenizer, f"{name}_id") for name in ids}
     return ModelConfig(
         **{key: tuple(value) if isinstance(value, list) else value for key, value in config.model.items()},
+        **{f"{name}_token_id": token for name, token in ids.items()},
         max_position_embeddings=max(config.row_length, context),
-        num_tokens=size,
-        pad_token_id=pad,
-        bos_token_id=bos,
-        eos_token_id=eos,
-        mask_token_id=mask,
+        num_tokens=tokenizer.size if tokenizer else rows,
         shifted=system.objective.shifted,
         block_size=config[system.section][system.block_key] if system.block_key else 0,
     )

@@ -7,7 +7,6 @@ most of them; every further level makes numbers, lists, mazes and programs longe
 """
 
 import functools
-from collections.abc import Callable
 
 from refusion_jax.data.families import arithmetic, language, puzzles
 from refusion_jax.data.problems import Mixture, ProblemFamily
@@ -18,8 +17,9 @@ MOST = 5  # highest difficulty
 def mixture(difficulty: int) -> Mixture:
     """All families at one difficulty, 1 to MOST."""
     own = arithmetic.FAMILIES | language.FAMILIES | puzzles.FAMILIES
-    return Mixture({name: _family(difficulty, *functions) for name, functions in own.items()})
-
-
-def _family(difficulty: int, make: Callable, solve: Callable, *asks: Callable) -> ProblemFamily:
-    return ProblemFamily(functools.partial(make, level=difficulty), solve, 1, *asks)
+    return Mixture(
+        {
+            name: ProblemFamily(functools.partial(make, level=difficulty), solve, 1, *asks)
+            for name, (make, solve, *asks) in own.items()
+        }
+    )
