@@ -154,7 +154,7 @@ def compile_into_cache(config: ml_collections.ConfigDict, workdir: epath.Path, p
         raise UserError("--compile_only: nothing compiled is kept here; --config.compilation_cache=shared keeps it")
     began = time.monotonic()
     with jax.set_mesh(mesh):
-        memory = program.compiled_step(program.target).memory_analysis()
+        memory = program.compiled_step(program.state).memory_analysis()
     needed = (memory.argument_size_in_bytes + memory.temp_size_in_bytes) / 2**30  # results reuse the state's memory
     say(f"compiled in {time.monotonic() - began:.1f} s into {place}: {needed:.2f} GiB per device")
 

@@ -181,7 +181,7 @@ def test_metrics_count_tokens_and_report_every_term():
         assert m["grad_norm"] > 0
     program, mesh = program_of(objective="ar")
     with jax.set_mesh(mesh):
-        _, metrics = jax.eval_shape(program.step, program.target, program.rows)
+        _, metrics = jax.eval_shape(program.step, program.state, program.rows)
     internal = {"in_a_row", "invalid_ids"}
     assert set(metrics) == {"loss", "loss_ar", "grad_norm", "learning_rate", "tokens", "skipped", *internal}
 
@@ -246,7 +246,7 @@ def test_no_large_weight_or_moment_is_whole_on_a_chip(size, optimizer):
     config = load_config("refusion_8b")(size)
     config.optimizer = optimizer
     mesh = make_mesh({"fsdp": 8})
-    state = train_program(config, model_config(config), mesh).target
+    state = train_program(config, model_config(config), mesh).state
     for path, x in jax.tree.leaves_with_path(state):
         is_mean = optimizer == "adafactor" and "v_" in jax.tree_util.keystr(path)
         if x.size > 1_000_000 and not is_mean:
@@ -348,7 +348,7 @@ def test_only_what_is_trained_has_optimizer_state_and_float32_and_all_of_it_is_s
     config = config_with(**changes, batch_size=8, row_length=32)
     mesh = sharding.make_mesh({"fsdp": 2, "tensor": 2}, jax.devices()[:4])
     program = train_program(config, shape, mesh)
-    state, lora = program.target, program.lora
+    state, lora = program.state, program.lora
     assert state.params.keys() == {"layers", "final_norm"}
     assert state.params["layers"].keys() == {f"{name}_{side}" for name in ADAPTED for side in "ab"}
     assert {x.dtype for x in jax.tree.leaves(state.params)} == {jnp.dtype("float32")}
@@ -372,6 +372,6 @@ def test_the_gradient_of_a_weight_that_is_trained_counts_and_that_of_a_frozen_on
     shape = tiny_config(tie_word_embeddings=head == "embed_tokens")
     keys = {"lora.rank": 4, "lora.full": full.replace("HEAD", head) + "|final_norm", "init_from": "somewhere"}
     program, _ = program_of(shape, **keys)
-    frozen = program.target.frozen | program.target.frozen["layers"]
+    frozen = program.state.frozen | program.state.frozen["layers"]
     without = 2 * ROW * sum(x.size for name, x in frozen.items() if name in (*ADAPTED, head))
     assert program.flops_per_row == train_flops_per_row(program.objective, shape, ROW) - without

@@ -38,7 +38,7 @@ def lower_train(config: str, topology: str, slices: int) -> jax.stages.Lowered:
     check_mesh(c, mesh)
     program = train_program(c, model_config(c), mesh)
     with jax.set_mesh(mesh):
-        return program.step.lower(program.target, program.rows)
+        return program.step.lower(program.state, program.rows)
 
 
 def lower_decode(config: str, topology: str, slices: int, settings: Settings) -> jax.stages.Lowered:
@@ -82,5 +82,5 @@ def lower_decode(config: str, topology: str, slices: int, settings: Settings) ->
 
 def state_bytes(program: Program) -> float:
     """Bytes per chip of weights, optimizer state and counters."""
-    state = jax.tree.leaves(program.target)
+    state = jax.tree.leaves(program.state)
     return float(sum(jnp.dtype(x.dtype).itemsize * math.prod(x.sharding.shard_shape(x.shape)) for x in state))

@@ -38,7 +38,7 @@ class Program:
     step: Callable  # jitted: (TrainState, Rows) -> (TrainState, metrics); the state is donated
     initial_state: Callable[..., TrainState]  # jitted: the state of step 0, from all weights (donated) or random ones
     rows: Rows  # a batch, with a jax.ShapeDtypeStruct and its sharding for every array
-    target: TrainState  # the same for the state
+    state: TrainState  # the same for the state
     base: dict  # the same for the weights to start from
     lora: Lora | None
     graphdef: nnx.GraphDef  # of the transformer
@@ -53,7 +53,7 @@ class Program:
         """The weights of a model to start from, and of the target model; None if there are neither."""
         given = load_params(epath.Path(init_from), self.base) if init_from else {}
         if self.objective.reads:
-            given[TARGET] = load_params(epath.Path(self.objective.reads), self.target.frozen[TARGET])
+            given[TARGET] = load_params(epath.Path(self.objective.reads), self.state.frozen[TARGET])
         return given or None
 
 
@@ -105,8 +105,8 @@ def train_program(config: ml_collections.ConfigDict, shape: ModelConfig, mesh: M
     shardings = state_shardings(mesh, axes, abstract)
     of_rows, dtypes = (config.batch_size, config.row_length), (jnp.int32, jnp.int32, jnp.bool_)
     rows = jax.eval_shape(lambda: Rows(*(jnp.zeros(of_rows, dtype) for dtype in dtypes)))
-    target = sharding.placed(abstract, shardings)
-    own = {name: x for name, x in target.weights.items() if name != TARGET}
+    state = sharding.placed(abstract, shardings)
+    own = {name: x for name, x in state.weights.items() if name != TARGET}
     return Program(
         step=jax.jit(
             step,
@@ -116,7 +116,7 @@ def train_program(config: ml_collections.ConfigDict, shape: ModelConfig, mesh: M
         ),
         initial_state=jax.jit(fresh_state, donate_argnums=0, out_shardings=shardings),
         rows=sharding.placed(rows, sharding.sharding(mesh, "batch", "length")),
-        target=target,
+        state=state,
         base=lora.without_adapters(own) if lora else own,
         lora=lora,
         graphdef=graphdef,

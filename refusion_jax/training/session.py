@@ -41,7 +41,7 @@ class Session:
         self.skipped = recovery.SkippedBatches(run.workdir)
         processes.check_same(f"{recovery.FILE} in --workdir", str(self.skipped.windows))
         self._data = {"rows": len(run.rows), "fingerprint": run.rows.fingerprint()}
-        restored = self.checkpoints.restore(run.program.target, start_over)
+        restored = self.checkpoints.restore(run.program.state, start_over)
         self._restore_seconds = time.monotonic() - self._began
         if restored and not run.may_change_data and not self._data.items() <= restored[1].items():
             raise UserError(

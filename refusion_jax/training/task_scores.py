@@ -43,7 +43,7 @@ class TaskScores:
             flags="--config.eval.",
         )
         self._tasks = benchmark.load_tasks(self._plan)
-        self.check(program.target.weights)
+        self.check(program.state.weights)
 
     def check(self, params: dict) -> None:
         """Refuses requests that do not fit into the memory next to weights, given as arrays or shapes."""
