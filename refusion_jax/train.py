@@ -171,7 +171,7 @@ def session(run: Run, start_over: bool) -> str:
         say(f"changed: {change}")
     say(f"{what} on {sharding.describe(run.mesh)}; step {s.first_step} of {config.steps}")
     with s.opened():
-        state, batches, hooks = s.state, s.batches(), s.hooks()
+        state, batches = s.state, s.batches()
         for step in range(s.first_step + 1, config.steps + 1):
             s.profile.before(step)
             with s.clock.fetching():
@@ -183,7 +183,7 @@ def session(run: Run, start_over: bool) -> str:
             s.metrics.flush()
             now = Now(step, state, metrics, step == config.steps, run.preemption.reached())
             try:
-                hooks(now)
+                s.after(now)
             except RollBack as failure:
                 run.failure = failure
             if now.is_last or run.failure:

@@ -1,4 +1,4 @@
-"""A run, and the hooks of its training loop: what is done after steps, such as logging, evaluating and saving."""
+"""A run, and where its training loop stands after a step."""
 
 import dataclasses
 from collections.abc import Callable
@@ -24,7 +24,7 @@ class Now:
     metrics: dict[str, Any]  # of the step; the devices may still be computing them
     is_end: bool  # whether this is the last step of the run
     is_preempted: bool  # whether the process has to leave after this step
-    evaluated: dict[str, Any] = dataclasses.field(default_factory=dict)  # what hooks have measured
+    evaluated: dict[str, Any] = dataclasses.field(default_factory=dict)  # what was measured after the step
 
     @property
     def is_last(self) -> bool:
@@ -33,7 +33,7 @@ class Now:
 
 
 class RollBack(Exception):  # noqa: N818  a decision, not a fault
-    """Raised by a hook: training has failed at a step, and continues from the newest checkpoint."""
+    """Raised after a step at which training has failed: it continues from the newest checkpoint."""
 
     def __init__(self, step: int, why: str):
         super().__init__(why)
@@ -60,19 +60,3 @@ class Run:
     check_lock: Callable[[], None] = lambda: None  # UserError if another process has taken over the directory
     compiled_step: Callable | None = None
     failure: RollBack | None = None  # why the previous session was rolled back
-
-
-class Hooks:
-    """Functions of `Now`, called in the order in which they were added."""
-
-    def __init__(self):
-        self._hooks: list[tuple[int, Callable[[Now], None], bool]] = []
-
-    def every(self, steps: int, hook: Callable[[Now], None], when_preempted: bool = False) -> None:
-        """Calls a hook every `steps` steps, after the last one and, if asked, before a preempted process exits."""
-        self._hooks.append((steps, hook, when_preempted))
-
-    def __call__(self, now: Now) -> None:
-        for steps, hook, when_preempted in self._hooks:
-            if now.step % steps == 0 or now.is_end or (now.is_preempted and when_preempted):
-                hook(now)

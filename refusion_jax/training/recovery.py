@@ -66,7 +66,7 @@ class Health:
         self._in_a_row = 0  # how many steps up to the newest checked one were skipped
 
     def after_step(self, now: Now) -> None:
-        """A hook for every step; RollBack if too many steps in a row were skipped, UserError for invalid token ids."""
+        """RollBack if too many steps in a row were skipped up to this one, UserError for invalid token ids."""
         self._pending.append((now.step, now.metrics))
         if len(self._pending) > _LATE:
             self._check()

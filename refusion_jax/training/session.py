@@ -20,7 +20,7 @@ from refusion_jax.data.loader import epochs, global_batches
 from refusion_jax.distributed import compiled_code, processes, sharding, storage, watchdog, xla_options
 from refusion_jax.distributed.preemption import PreemptionRequested
 from refusion_jax.training import events, recovery
-from refusion_jax.training.loop import Hooks, Now, Run
+from refusion_jax.training.loop import Now, Run
 from refusion_jax.training.metrics import MetricsWriter
 from refusion_jax.training.program import split
 from refusion_jax.training.train_step import wide_to_int
@@ -105,17 +105,21 @@ class Session:
             batch_of=self.skipped.batch_of,
         )
 
-    def hooks(self) -> Hooks:
-        """What runs after steps. Metrics are fetched after the next step is dispatched, so that devices never wait."""
-        config, hooks = self._run.config, Hooks()
-        if self._run.held_out:
-            hooks.every(config.eval.every, self._evaluate)
-        if self._run.tasks:
-            hooks.every(config.eval.tasks_every, self._score_tasks)
-        hooks.every(1, self._log)
-        hooks.every(1, self._health.after_step)
-        hooks.every(config.checkpoint.every, self._save, when_preempted=True)
-        return hooks
+    def after(self, now: Now) -> None:
+        """Evaluates, logs, checks and saves what is due after a step; RollBack if training has failed."""
+        config = self._run.config
+
+        def is_due(every: int) -> bool:
+            return now.step % every == 0 or now.is_end
+
+        if self._run.held_out and is_due(config.eval.every):
+            self._evaluate(now)
+        if self._run.tasks and is_due(config.eval.tasks_every):
+            self._score_tasks(now)
+        self._log(now)
+        self._health.after_step(now)
+        if is_due(config.checkpoint.every) or now.is_preempted:
+            self._save(now)
 
     def _evaluate(self, now: Now) -> None:
         with self.pause("evaluate", step=now.step), self.watchdog.paused():
@@ -137,6 +141,7 @@ class Session:
             self.metrics.show(now.step, samples)
 
     def _log(self, now: Now) -> None:
+        """Keeps the metrics, which are fetched once the next step is dispatched, so that devices never wait."""
         if now.step % self._run.config.log_every == 0 or now.is_end or now.evaluated:
             position = epochs(self._run.rows, self.next_row(now.step))
             self.metrics.later(now.step, now.metrics | position | now.evaluated)
