@@ -27,7 +27,7 @@ import orbax.checkpoint as ocp
 from absl import flags
 
 from refusion_jax.checkpoints import lock
-from refusion_jax.checkpoints.directory import saved_steps
+from refusion_jax.checkpoints.run_directory import saved_steps
 from refusion_jax.cli import command, flag_values
 from refusion_jax.cli.errors import UserError
 from refusion_jax.config import check, help_texts

@@ -28,8 +28,8 @@ from jax.sharding import Mesh
 
 from refusion_jax.batch.rows import noise_keys
 from refusion_jax.checkpoints.contents import copy_stamp, find_own_tokenizer, read_model_config
-from refusion_jax.checkpoints.directory import is_complete, saved_steps
 from refusion_jax.checkpoints.lock import check_free, locked
+from refusion_jax.checkpoints.run_directory import is_complete, saved_steps
 from refusion_jax.cli import command, flag_values
 from refusion_jax.cli.errors import UserError, naming, needs
 from refusion_jax.config import check, check_mesh, check_stores, help_texts

@@ -21,8 +21,7 @@ from test_releases import released
 
 from refusion_jax import DecodeSettings, UserError, decode, load_model, load_tokenizer
 from refusion_jax.checkpoints.contents import read_model_config, weights_stamp
-from refusion_jax.checkpoints.directory import saved_steps
-from refusion_jax.checkpoints.run_directory import read_adapters, read_objective
+from refusion_jax.checkpoints.run_directory import read_adapters, read_objective, saved_steps
 from refusion_jax.data.dataset import load_dataset
 from refusion_jax.data.fast_tokenizer import load_tokenizer_file, tokenizer_hash
 from refusion_jax.data.tokenizer import SentencePieceTokenizer

@@ -17,8 +17,8 @@ from flax import nnx
 
 from refusion_jax import UserError
 from refusion_jax.checkpoints import checksums
-from refusion_jax.checkpoints.directory import find_step, is_complete, saved_steps
 from refusion_jax.checkpoints.manager import Checkpoints
+from refusion_jax.checkpoints.run_directory import find_step, is_complete, saved_steps
 from refusion_jax.checkpoints.weights import open_params, restore_params, save_params, stored_dtype
 from refusion_jax.cli.errors import Failure
 from refusion_jax.distributed import sharding

@@ -17,7 +17,7 @@ from helpers import ended, free_port, python, start_hosts, tiny_qwen3, wait_for_
 from local_task import GENERATE
 
 from refusion_jax.checkpoints.contents import copy_stamp
-from refusion_jax.checkpoints.directory import saved_steps
+from refusion_jax.checkpoints.run_directory import saved_steps
 from refusion_jax.cli.errors import UserError
 from refusion_jax.distributed import processes
 from refusion_jax.training.events import account, read_events

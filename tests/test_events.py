@@ -17,7 +17,7 @@ from conftest import TINY_RUN, config_with, run, start
 from helpers import wait_until
 
 from refusion_jax import UserError
-from refusion_jax.checkpoints.directory import saved_steps
+from refusion_jax.checkpoints.run_directory import saved_steps
 from refusion_jax.distributed.append_log import read_log
 from refusion_jax.training import events, trackers
 from refusion_jax.training.metrics import read_metrics

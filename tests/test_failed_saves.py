@@ -12,8 +12,8 @@ from test_checkpoints import put
 
 from refusion_jax.checkpoints import checksums
 from refusion_jax.checkpoints import manager as checkpoints_module
-from refusion_jax.checkpoints.directory import TEMPORARY, saved_steps
 from refusion_jax.checkpoints.manager import Checkpoints
+from refusion_jax.checkpoints.run_directory import TEMPORARY, saved_steps
 from refusion_jax.cli.errors import Failure
 
 

@@ -25,7 +25,7 @@ from helpers import computed, http_server, wait_for_steps, wait_until
 from test_checkpoints import make_state
 
 from refusion_jax import UserError
-from refusion_jax.checkpoints.directory import saved_steps
+from refusion_jax.checkpoints.run_directory import saved_steps
 from refusion_jax.distributed import preemption
 from refusion_jax.training import recovery, train_step
 from refusion_jax.training.events import read_events

@@ -11,8 +11,7 @@ from helpers import computed, wait_for_steps, write_lines
 from local_task import GENERATE, evaluate
 
 from refusion_jax import UserError, load_model, load_tokenizer
-from refusion_jax.checkpoints.directory import saved_steps
-from refusion_jax.checkpoints.run_directory import read_model_config
+from refusion_jax.checkpoints.run_directory import read_model_config, saved_steps
 from refusion_jax.config import check
 from refusion_jax.config.run_config import read_config
 from refusion_jax.data.tokenizer import SentencePieceTokenizer

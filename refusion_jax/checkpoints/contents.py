@@ -12,7 +12,6 @@ from absl import logging
 from etils import epath
 
 from refusion_jax.checkpoints import checksums, run_directory
-from refusion_jax.checkpoints.directory import find_step
 from refusion_jax.checkpoints.weights import stored_dtype
 from refusion_jax.cli.errors import SettingError, UserError, naming
 from refusion_jax.cli.settings import scope
@@ -64,7 +63,8 @@ class Location:
 def locate(path: epath.Path) -> Location:
     """Finds out what a path names, which is as for `load_model`; UserError if it is no model."""
     adapters, path = (path, peft.base_of(path)) if peft.is_peft(path) else (None, path)
-    return Location(*((path, None) if huggingface_config.is_huggingface(path) else find_step(path)), adapters)
+    directory, step = (path, None) if huggingface_config.is_huggingface(path) else run_directory.find_step(path)
+    return Location(directory, step, adapters)
 
 
 def read_model_config(path: epath.Path) -> ModelConfig:

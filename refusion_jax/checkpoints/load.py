@@ -11,8 +11,7 @@ from etils import epath
 from flax import nnx
 
 from refusion_jax.checkpoints.contents import find_objective, find_tokenizer, locate, read_model_config
-from refusion_jax.checkpoints.directory import find_step
-from refusion_jax.checkpoints.run_directory import read_adapters
+from refusion_jax.checkpoints.run_directory import find_step, read_adapters
 from refusion_jax.checkpoints.weights import Reader, checked, open_params, restore_params
 from refusion_jax.cli.errors import SettingError, UserError, check_made
 from refusion_jax.cli.settings import declared

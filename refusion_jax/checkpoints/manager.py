@@ -18,7 +18,7 @@ from absl import logging
 from etils import epath
 
 from refusion_jax.checkpoints import checksums
-from refusion_jax.checkpoints.directory import (
+from refusion_jax.checkpoints.run_directory import (
     ITEMS,
     check_whole,
     finished_steps,

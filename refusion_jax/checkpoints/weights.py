@@ -9,7 +9,7 @@ import orbax.checkpoint as ocp
 import tensorstore
 from etils import epath
 
-from refusion_jax.checkpoints.directory import check_whole, find_step
+from refusion_jax.checkpoints.run_directory import check_whole, find_step
 from refusion_jax.checkpoints.writer import Items, make_checkpointer, silence_orbax_tracebacks
 from refusion_jax.cli.errors import UserError, first_line, refusing
 from refusion_jax.distributed.storage import absolute

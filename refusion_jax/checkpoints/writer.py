@@ -15,7 +15,7 @@ from absl import logging as absl_logging
 from etils import epath
 
 from refusion_jax.checkpoints import checksums
-from refusion_jax.checkpoints.directory import TEMPORARY
+from refusion_jax.checkpoints.run_directory import TEMPORARY
 
 _LATE = "_CHECKPOINT_METADATA"  # Orbax adds the time of the commit to this file after `finalize`
 # On a full disk, threads of a save, and the process with them, wait up to 300 s for directories that cannot be created.

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from refusion_jax.checkpoints import checksums
-from refusion_jax.checkpoints.directory import TEMPORARY, saved_steps
+from refusion_jax.checkpoints.run_directory import TEMPORARY, saved_steps
 from refusion_jax.distributed.append_log import parse_log
 from refusion_jax.distributed.preemption import EXIT_CODE
 from refusion_jax.training.metrics import FILE as METRICS
