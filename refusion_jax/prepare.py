@@ -35,9 +35,9 @@ from refusion_jax.data.filters import ALL, RULES, Filters, FilterSettings
 from refusion_jax.data.input_splits import find_files, pinned
 from refusion_jax.data.manifest import LONGEST_ROW, Manifest, file_checksum
 from refusion_jax.data.preparation import Preparation, plan_chunks
+from refusion_jax.data.runners import Processes, Runner
 from refusion_jax.data.shards import PrepareSettings
 from refusion_jax.data.tokenizer import MASK_PIECE
-from refusion_jax.data.workers import Processes, Runner
 from refusion_jax.distributed.host import available_cores
 
 _INPUT = flags.DEFINE_multi_string(

@@ -21,9 +21,9 @@ from refusion_jax.data.fast_tokenizer import load_tokenizer_file
 from refusion_jax.data.manifest import read_manifest
 from refusion_jax.data.preparation import Preparation, plan_chunks
 from refusion_jax.data.prepared import PreparedRows
+from refusion_jax.data.runners import Processes
 from refusion_jax.data.shards import PrepareSettings, Worker
 from refusion_jax.data.tokenizer import MASK_PIECE, SentencePieceTokenizer
-from refusion_jax.data.workers import Processes
 
 FUZZED = int(os.environ.get("REFUSION_FUZZ", 400))  # 10,000 take two minutes
 REFUSING = (
@@ -365,7 +365,7 @@ def test_fuzzed_files_are_counted_and_named_and_never_raise(tmp_path, tokenizer_
 
 def test_workers_need_no_jax():
     """It would cost each of them 200 MB and two seconds."""
-    script = "import sys, refusion_jax.prepare, refusion_jax.data.workers; sys.exit('jax' in sys.modules)"
+    script = "import sys, refusion_jax.prepare, refusion_jax.data.runners; sys.exit('jax' in sys.modules)"
     assert python("-c", script).returncode == 0
 
 

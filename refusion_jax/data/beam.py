@@ -19,8 +19,8 @@ from refusion_jax.cli.paths import is_remote
 from refusion_jax.data import duplicates
 from refusion_jax.data.input_splits import InputSplit
 from refusion_jax.data.manifest import PROGRESS
+from refusion_jax.data.runners import Runner, Task
 from refusion_jax.data.shards import PrepareSettings, Report, Worker
-from refusion_jax.data.workers import Runner, Task
 from refusion_jax.distributed.json_files import read_json
 
 # Prism lets a worker run eight chunks at a time, in threads that keep the memory of their chunks: with shards of 64 MiB

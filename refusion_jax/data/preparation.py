@@ -26,8 +26,8 @@ from refusion_jax.data.input_splits import InputSplit, find_files, splits_of
 from refusion_jax.data.interface import Tokenizer
 from refusion_jax.data.manifest import FILE, PROGRESS, Manifest, read_manifest
 from refusion_jax.data.rows import token_type
+from refusion_jax.data.runners import Runner, Task
 from refusion_jax.data.shards import PrepareSettings, Report, Worker
-from refusion_jax.data.workers import Runner, Task
 from refusion_jax.distributed.json_files import read_json
 from refusion_jax.distributed.storage import replacing, try_lock, write_file
 
