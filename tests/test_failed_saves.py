@@ -10,7 +10,7 @@ import pytest
 from helpers import python
 from test_checkpoints import put
 
-from refusion_jax.checkpoints import checksums
+from refusion_jax.checkpoints import checksums, run_directory
 from refusion_jax.checkpoints import manager as checkpoints_module
 from refusion_jax.checkpoints.manager import Checkpoints
 from refusion_jax.checkpoints.run_directory import TEMPORARY, saved_steps
@@ -115,7 +115,7 @@ def test_a_store_that_fails_after_a_whole_save_costs_a_warning(tmp_path, caplog,
         with monkeypatch.context() as patched:
             put(checkpoints, 2)
             checkpoints._checkpointer.wait_until_finished()  # whose own lists are written by then
-            patched.setattr(checksums if broken == "write_unlisted" else checkpoints_module, broken, fail)
+            patched.setattr(checksums if broken == "write_unlisted" else run_directory, broken, fail)
             checkpoints.wait()
         assert caplog.text.count("backend error, 503") == 1
         put(checkpoints, 3, last=True)

@@ -17,15 +17,7 @@ import orbax.checkpoint as ocp
 from absl import logging
 from etils import epath
 
-from refusion_jax.checkpoints import checksums
-from refusion_jax.checkpoints.run_directory import (
-    ITEMS,
-    check_whole,
-    finished_steps,
-    remove_step,
-    remove_unfinished,
-    saved_steps,
-)
+from refusion_jax.checkpoints import checksums, run_directory
 from refusion_jax.checkpoints.writer import Items, make_checkpointer, restoring, silence_orbax_tracebacks
 from refusion_jax.cli.errors import Failure, UserError, first_line
 from refusion_jax.cli.paths import is_remote
@@ -53,7 +45,7 @@ class Checkpoints(contextlib.AbstractContextManager):
         self.skipped: dict[int, str] = {}  # newer steps that could not be read, and why
         if jax.process_index() == 0:
             self._directory.mkdir(parents=True, exist_ok=True)
-            remove_unfinished(self._directory)
+            run_directory.remove_unfinished(self._directory)
         silence_orbax_tracebacks()
         self._checkpointer: ocp.AsyncCheckpointer | None = None  # created for the first state
 
@@ -151,19 +143,20 @@ class Checkpoints(contextlib.AbstractContextManager):
         logging.warning("%s; the run goes on to the next save (%d of %d)", why, self._failed, self._failures)
         if jax.process_index() == 0:
             with contextlib.suppress(OSError):
-                remove_unfinished(self._directory)
+                run_directory.remove_unfinished(self._directory)
 
     @property
     def _what_to_do(self) -> str:
-        from_step = max(saved_steps(self._directory.parent), default=0)
+        from_step = max(run_directory.saved_steps(self._directory.parent), default=0)
         return f"make room or mend {self._directory}, and start it again (from step {from_step})"
 
     def _retain(self, newest: int) -> None:
         """Keeps the newest whole checkpoints; removes older ones, and damaged ones older than the newest."""
-        whole = [step for step in saved_steps(self._directory.parent) if step <= newest and step not in self.skipped]
+        saved = run_directory.saved_steps(self._directory.parent)
+        whole = [step for step in saved if step <= newest and step not in self.skipped]
         passed = [step for step in self.skipped if step < newest]
         for step in [*whole[: -self._keep], *passed]:
-            remove_step(self._directory / str(step))
+            run_directory.remove_step(self._directory / str(step))
             self.skipped.pop(step, None)
 
     def restore(self, target: TrainState, start_over: bool = False) -> tuple[TrainState, dict[str, Any]] | None:
@@ -172,11 +165,11 @@ class Checkpoints(contextlib.AbstractContextManager):
         The target has shapes, dtypes and shardings to restore into, for any number of devices. UserError if there are
         checkpoints but none can be read (starting over silently would lose the run), unless `start_over` is True.
         """
-        steps = finished_steps(self._directory)
+        steps = run_directory.finished_steps(self._directory)
         for step in reversed(steps):
             why, directory = None, self._directory / str(step)
             try:
-                check_whole(directory, ITEMS)
+                run_directory.check_whole(directory)
             except Exception as error:  # noqa: BLE001  torn checkpoints fail in many ways; an older one may be whole
                 why = first_line(error)
             if not (why := first_fault(why)):  # each host checks its share of the files, and all read together

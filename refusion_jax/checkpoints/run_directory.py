@@ -125,13 +125,13 @@ def is_complete(workdir: epath.Path, steps: int) -> bool:
         return False
     directory = workdir / "checkpoints" / str(there[-1])
     try:
-        check_whole(directory, ITEMS)
+        check_whole(directory)
     except Exception:  # noqa: BLE001  restoring it will report the reason
         return False
     return bool(checksums.listed(directory))
 
 
-def check_whole(directory: epath.Path, items: tuple[str, ...]) -> None:
+def check_whole(directory: epath.Path, items: tuple[str, ...] = ITEMS) -> None:
     """ValueError, naming the file, if one of these items is missing or has changed; hosts share the reading."""
     parts = [""] if items == ITEMS else [f"{item}/" for item in items]
     for damage in (checksums.find_damage(directory, part) for part in parts):
