@@ -68,9 +68,9 @@ def measure(
     }, out
 
 
-def show(figures: dict, problems: list[Problem], decoded: Decoded, tokenizer: Tokenizer, size: int) -> None:
-    """Prints the table and three answers."""
-    console = Console()
+def show(figures: dict, problems: list[Problem], decoded: Decoded, tokenizer: Tokenizer, size: int) -> list[int]:
+    """Prints the table and the answers of `examples`, which it returns."""
+    console = Console(markup=False, highlight=False)
     table = Table(
         title=f"{figures['problems']} held-out problems, {figures['batch_size']} at a time, "
         f"by a model of {figures['parameters']:,} parameters"
@@ -88,13 +88,11 @@ def show(figures: dict, problems: list[Problem], decoded: Decoded, tokenizer: To
         console.print("Right answers in parts; the number tells which was written first, second, third ...")
     for i in shown:
         cost = f"({len(decoded.tokens[i])} tokens by {decoded.forwards[i]} forwards)"
-        console.print(f"\n{problems[i].query}  {cost}", style="bold", markup=False, highlight=False)
+        console.print(f"\n{problems[i].query}  {cost}", style="bold")
         for order, text in written_parts(decoded, i, tokenizer, size):
-            console.print(f"  {order:>2}  {text}", markup=False, highlight=False)
-    console.print(
-        f"\ntraining took {figures['train_seconds']:.0f} s, this command {figures['seconds_total']:.0f} s",
-        highlight=False,
-    )
+            console.print(f"  {order:>2}  {text}")
+    console.print(f"\ntraining took {figures['train_seconds']:.0f} s, this command {figures['seconds_total']:.0f} s")
+    return shown
 
 
 def examples(problems: list[Problem], decoded: Decoded, tokenizer: Tokenizer, size: int) -> list[int]:
@@ -148,9 +146,7 @@ def main() -> None:
     }
     write_file(workdir / "report.json", json.dumps(figures, indent=2) + "\n")
     decoded, size = measured[names[0]][1], settings[names[0]].unit
-    show(figures, problems, decoded, tokenizer, size)
-
-    shown = examples(problems, decoded, tokenizer, size) or range(3)  # if there are none, wrong ones are shown
+    shown = show(figures, problems, decoded, tokenizer, size) or range(3)  # if there are none, wrong ones are played
     prompts = tokenizer.encode_prompts([problems[i].query for i in shown])
     recordings = [play(models[n], prepare(prompts, settings[n], models[n].config), tokenizer, n) for n in names]
     scenes = [(i, [of.scenes[i] for of in recordings]) for i in range(len(shown))]
