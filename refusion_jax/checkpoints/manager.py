@@ -4,7 +4,7 @@
 the checksums of all their files, written before the directory gets its name. Saving is asynchronous. A failed save is
 reported in one line, and the run goes on to the next one.
 
-Restoring takes the newest whole step. Damaged, torn and foreign checkpoints are skipped with a warning.
+Restoring takes the newest whole step. Damaged, torn and foreign checkpoints are passed over with a warning.
 """
 
 import contextlib
@@ -42,7 +42,7 @@ class Checkpoints(contextlib.AbstractContextManager):
         self._failed = 0
         self._under_way: int | None = None  # the step that is being saved
         self._restored: int | None = None  # the step that was read last, until the next is saved
-        self.skipped: dict[int, str] = {}  # newer steps that could not be read, and why
+        self.passed_over: dict[int, str] = {}  # newer steps that could not be read, and why
         if jax.process_index() == 0:
             self._directory.mkdir(parents=True, exist_ok=True)
             run_directory.remove_unfinished(self._directory)
@@ -103,7 +103,7 @@ class Checkpoints(contextlib.AbstractContextManager):
         if self._under_way is None:
             return False
         self._under_way, self._failed = None, 0
-        self.skipped.pop(step, None)
+        self.passed_over.pop(step, None)
         if jax.process_index() == 0:
             self._tidy_up(step)
         return True
@@ -153,14 +153,14 @@ class Checkpoints(contextlib.AbstractContextManager):
     def _retain(self, newest: int) -> None:
         """Keeps the newest whole checkpoints; removes older ones, and damaged ones older than the newest."""
         saved = run_directory.saved_steps(self._directory.parent)
-        whole = [step for step in saved if step <= newest and step not in self.skipped]
-        passed = [step for step in self.skipped if step < newest]
+        whole = [step for step in saved if step <= newest and step not in self.passed_over]
+        passed = [step for step in self.passed_over if step < newest]
         for step in [*whole[: -self._keep], *passed]:
             run_directory.remove_step(self._directory / str(step))
-            self.skipped.pop(step, None)
+            self.passed_over.pop(step, None)
 
     def restore(self, target: TrainState, start_over: bool = False) -> tuple[TrainState, dict[str, Any]] | None:
-        """The newest whole checkpoint, or None if there is none at all. `skipped` says why newer ones were not read.
+        """The newest whole checkpoint, or None if there is none; `passed_over` says why newer ones were not read.
 
         The target has shapes, dtypes and shardings to restore into, for any number of devices. UserError if there are
         checkpoints but none can be read (starting over silently would lose the run), unless `start_over` is True.
@@ -180,13 +180,13 @@ class Checkpoints(contextlib.AbstractContextManager):
                 if not (why := first_fault(why)):
                     self._restored = step
                     return restored
-            self.skipped[step] = why
+            self.passed_over[step] = why
             if jax.process_index() == 0:
-                logging.warning("checkpoint %d cannot be read (%s); trying the one before", step, self.skipped[step])
+                logging.warning("checkpoint %d cannot be read (%s); trying the one before", step, why)
         if steps and not start_over:
             raise UserError(
-                f"none of the checkpoints in {self._directory} can be read (the last one: {self.skipped[steps[0]]}); "
-                f"bring them back, or begin again at step 0 with --start_over"
+                f"none of the checkpoints in {self._directory} can be read (the last one: {why}); bring them back, or "
+                f"begin again at step 0 with --start_over"
             )
         return None
 

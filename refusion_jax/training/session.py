@@ -74,7 +74,7 @@ class Session:
                 self.events.write("rolled_back", from_step=failure.step, to_step=self.first_step, why=str(failure))
             for change in run.changed:
                 self.events.write("changed", what=change)
-            for step, why in self.checkpoints.skipped.items():
+            for step, why in self.checkpoints.passed_over.items():
                 self.events.write("passed_over", step=step, why=why)
             self.events.write("restore", seconds=self._restore_seconds)
             self.events.write("init", seconds=max(0.0, age - self._restore_seconds))
