@@ -170,7 +170,8 @@ def session(run: Run, start_over: bool) -> str:
     for change in run.changed:
         say(f"changed: {change}")
     say(f"{what} on {sharding.describe(run.mesh)}; step {s.first_step} of {config.steps}")
-    with s.opened():
+    with s:
+        s.open()
         state, batches = s.state, s.batches()
         for step in range(s.first_step + 1, config.steps + 1):
             s.profile.before(step)

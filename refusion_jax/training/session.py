@@ -26,14 +26,15 @@ from refusion_jax.training.program import split
 from refusion_jax.training.train_step import wide_to_int
 
 
-class Session:
-    """The state, the checkpoints and the logs of a session."""
+class Session(contextlib.ExitStack):
+    """The state, the checkpoints and the logs of a session; a `with` block closes what `open` has opened."""
 
     def __init__(self, run: Run, start_over: bool):
         """Reads the newest whole checkpoint, or begins at step 0 if none can be read and `start_over` is true.
 
         Writes to the directory from here on. UserError if the run cannot continue.
         """
+        super().__init__()
         self._run, config = run, run.config
         self._began = time.monotonic()
         self._health = recovery.Health(config.guard.skips)
@@ -56,38 +57,35 @@ class Session:
         if run.failure:
             self.skipped.add(self.first_step, run.failure, config.guard.rollbacks)
 
-    @contextlib.contextmanager
-    def opened(self) -> Iterator[None]:
+    def open(self) -> None:
         """Opens the logs, and compiles the step (or takes it from the cache, if an earlier session has compiled it)."""
         run, config, workdir = self._run, self._run.config, self._run.workdir
-        with contextlib.ExitStack() as stack:
-            stack.enter_context(self.checkpoints)
-            if run.tasks:
-                run.tasks.check(self.state.weights)  # now that the state has taken its share of the memory
-            compiled_code.keep_compiled(workdir / "compilation_cache", config.compilation_cache)
-            claim(workdir, config, run.shape, run.tokenizer)
-            self.directory = stack.enter_context(closing(storage.LogDirectory(workdir)))
-            self.events = stack.enter_context(closing(events.EventLog(self.directory.fetch(events.FILE))))
-            age = time.monotonic() - self._began if run.failure else events.process_age()
-            self.events.write("start", ago=age, step=self.first_step, versions=xla_options.versions())
-            if failure := run.failure:
-                self.events.write("rolled_back", from_step=failure.step, to_step=self.first_step, why=str(failure))
-            for change in run.changed:
-                self.events.write("changed", what=change)
-            for step, why in self.checkpoints.passed_over.items():
-                self.events.write("passed_over", step=step, why=why)
-            self.events.write("restore", seconds=self._restore_seconds)
-            self.events.write("init", seconds=max(0.0, age - self._restore_seconds))
-            tokens = wide_to_int(self.state.tokens)
-            self.metrics = stack.enter_context(closing(MetricsWriter(run, self.directory, self.first_step, tokens)))
-            self.clock = events.StepClock(self.events, self.first_step)
-            if run.compiled_step is None:
-                with self.pause("compile"):
-                    run.compiled_step = run.program.compiled_step(self.state)
-            self.profile = stack.enter_context(_Profile(config.profile_steps, self.directory.path / "tensorboard"))
-            self.watchdog = stack.enter_context(closing(watchdog.Watchdog(config.guard.hang_minutes)))
-            run.preemption.training, run.failure = True, None
-            yield
+        self.enter_context(self.checkpoints)
+        if run.tasks:
+            run.tasks.check(self.state.weights)  # now that the state has taken its share of the memory
+        compiled_code.keep_compiled(workdir / "compilation_cache", config.compilation_cache)
+        claim(workdir, config, run.shape, run.tokenizer)
+        self.directory = self.enter_context(closing(storage.LogDirectory(workdir)))
+        self.events = self.enter_context(closing(events.EventLog(self.directory.fetch(events.FILE))))
+        age = time.monotonic() - self._began if run.failure else events.process_age()
+        self.events.write("start", ago=age, step=self.first_step, versions=xla_options.versions())
+        if failure := run.failure:
+            self.events.write("rolled_back", from_step=failure.step, to_step=self.first_step, why=str(failure))
+        for change in run.changed:
+            self.events.write("changed", what=change)
+        for step, why in self.checkpoints.passed_over.items():
+            self.events.write("passed_over", step=step, why=why)
+        self.events.write("restore", seconds=self._restore_seconds)
+        self.events.write("init", seconds=max(0.0, age - self._restore_seconds))
+        tokens = wide_to_int(self.state.tokens)
+        self.metrics = self.enter_context(closing(MetricsWriter(run, self.directory, self.first_step, tokens)))
+        self.clock = events.StepClock(self.events, self.first_step)
+        if run.compiled_step is None:
+            with self.pause("compile"):
+                run.compiled_step = run.program.compiled_step(self.state)
+        self.profile = self.enter_context(_Profile(config.profile_steps, self.directory.path / "tensorboard"))
+        self.watchdog = self.enter_context(closing(watchdog.Watchdog(config.guard.hang_minutes)))
+        run.preemption.training, run.failure = True, None
 
     def next_row(self, step: int) -> int:
         """The number of rows used by all steps up to this one, including skipped rows."""
