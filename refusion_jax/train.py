@@ -12,8 +12,8 @@ together, which must share DIR. On a signal or a maintenance notice it saves a c
 it again. Exit code 2 means that the input is at fault: it would fail again.
 
 Only one command at a time trains in DIR. It resumes from the newest intact checkpoint, ignoring damaged ones. The
-update of a step with a non-finite loss or gradient, or a loss spike (--config.guard.spike), is skipped; after several
-in a row (--config.guard.skips) the run goes back to its last checkpoint and omits their rows.
+update of a step with a non-finite loss or gradient, or a loss spike (--config.guard.spike), is skipped; after ten
+in a row the run goes back to its last checkpoint and omits their rows.
 """
 
 import sys

@@ -173,8 +173,6 @@ _GUARD = {
     "spike": Setting(
         0.0, "skip steps whose loss is above this many times its running mean, such as 3.0; 0: off", at_least=0
     ),
-    "skips": _count(10, "consecutive skips after which the run rolls back to its last checkpoint and omits their rows"),
-    "rollbacks": _count(3, "roll-backs to the same checkpoint after which the run stops"),
     "hang_minutes": Setting(
         5.0,
         "end the run, and print the stacks of all threads, when a step takes longer than this and ten times as long as "

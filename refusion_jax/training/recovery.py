@@ -22,6 +22,8 @@ from refusion_jax.distributed.storage import write_file
 from refusion_jax.training.loop import Now, RollBack
 
 FILE = "left_out.json"
+_MOST_SKIPS = 10  # in a row; then the run rolls back
+_MOST_ROLLBACKS = 3  # to the same checkpoint; then the run stops
 _LATE = 2  # steps by which checks lag: the loop does not wait for the newest two anyway
 
 
@@ -41,16 +43,16 @@ class SkippedBatches:
         """The index of the batch that comes after so many steps."""
         return step + sum(last - first for first, last in self.windows if first <= step)
 
-    def add(self, first: int, failure: RollBack, most: int) -> None:
+    def add(self, first: int, failure: RollBack) -> None:
         """Leaves out the rows between the checkpoint of step `first` and the step at which training failed.
 
-        UserError, with the diagnosis, if `most` rollbacks to this checkpoint did not help.
+        UserError, with the diagnosis, if roll-backs to this checkpoint did not help.
         """
-        if sum(start == first for start, _ in self.windows) >= most:
+        if sum(start == first for start, _ in self.windows) >= _MOST_ROLLBACKS:
             raise UserError(
-                f"training diverged: {failure}; {most} roll-backs to step {first}, each past other rows, did not "
-                f"help, so it is not the data: start a new --workdir with a lower --config.learning_rate or more "
-                f"--config.warmup_steps (--config.init_from can take the weights of this one)"
+                f"training diverged: {failure}; {_MOST_ROLLBACKS} roll-backs to step {first}, each past other rows, "
+                f"did not help, so it is not the data: start a new --workdir with a lower --config.learning_rate or "
+                f"more --config.warmup_steps (--config.init_from can take the weights of this one)"
             )
         self.windows.append((first, failure.step))
         if jax.process_index() == 0:
@@ -60,8 +62,7 @@ class SkippedBatches:
 class Health:
     """Checks every step, two steps late, so that devices never wait for the check."""
 
-    def __init__(self, skips: int):
-        self._skips = skips
+    def __init__(self) -> None:
         self._pending: collections.deque[tuple[int, dict[str, jax.Array]]] = collections.deque()
         self._in_a_row = 0  # how many steps up to the newest checked one were skipped
 
@@ -98,7 +99,7 @@ class Health:
         why = f"step {step} does not count (loss {loss:.6g}, gradient norm {norm:.6g}{which})"
         if jax.process_index() == 0 and in_a_row == 1:
             command.say(f"{why}: its update is left out")
-        if in_a_row >= self._skips:
+        if in_a_row >= _MOST_SKIPS:
             raise RollBack(step, f"{why}, the last of {in_a_row} in a row")
 
 

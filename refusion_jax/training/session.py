@@ -37,7 +37,7 @@ class Session(contextlib.ExitStack):
         super().__init__()
         self._run, config = run, run.config
         self._began = time.monotonic()
-        self._health = recovery.Health(config.guard.skips)
+        self._health = recovery.Health()
         self.checkpoints = Checkpoints(run.workdir, config.checkpoint.keep, config.checkpoint.failures)
         self.skipped = recovery.SkippedBatches(run.workdir)
         processes.check_same(f"{recovery.FILE} in --workdir", str(self.skipped.windows))
@@ -55,7 +55,7 @@ class Session(contextlib.ExitStack):
             self.state = self.state.replace(frozen=frozen)
         self.first_step = int(self.state.step)
         if run.failure:
-            self.skipped.add(self.first_step, run.failure, config.guard.rollbacks)
+            self.skipped.add(self.first_step, run.failure)
 
     def open(self) -> None:
         """Opens the logs, and compiles the step (or takes it from the cache, if an earlier session has compiled it)."""
