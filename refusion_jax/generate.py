@@ -10,7 +10,8 @@ follows the prompt, if there is one. {"decode": {"max_new_tokens": 64, "seed": 3
 Each line of --output has id, text, tokens (in reading order, up to the end of text; for a template also the given
 ones), commit_order (positions of all decoded tokens in the order of commitment, also those after the end of text),
 forwards, rounds and finish_reason (eos, length or stop). Without --output the lines go to stdout, each as soon as those
-before it are done; for a single --prompt at a terminal only the text is shown, its slots as they fill.
+before it are done; for a single --prompt at a terminal only the text is shown, its slots as they fill (`| cat` prints
+the line).
 --watch=PAGE.html also writes a page that plays the decodings of up to 16 prompts in a browser, forward pass by forward
 pass; answers that were kept are decoded again for it. --compare=DECODER shows another decoder of the model next to
 them, --compare=runs/other the default decoder of another model.
@@ -77,7 +78,6 @@ _WATCH = flags.DEFINE_string("watch", None, "HTML file that plays the decodings 
 _COMPARE = flags.DEFINE_string(
     "compare", None, "With --watch: a decoder, or a checkpoint, whose decodings are shown next to them"
 )
-_JSON = flags.DEFINE_bool("json", False, "With --prompt at a terminal: print the whole record, not only the text")
 _CACHE = flags.DEFINE_string("compilation_cache", None, command.COMPILED)
 _STOP = flags.DEFINE_multi_string("stop", [], "Cut answers where this text begins; may be given several times")
 _DTYPE = flags.DEFINE_enum("dtype", "float32", ["float32", "bfloat16"], "Type of weights, cache and computation")
@@ -158,8 +158,7 @@ def show(record: dict) -> None:
 
 def is_for_people() -> bool:
     """Whether the text of a single prompt, and nothing else, goes to a terminal."""
-    is_shown = _PROMPT.value is not None and not _OUTPUT.value and not _JSON.value
-    return is_shown and sys.stdout.isatty()
+    return _PROMPT.value is not None and not _OUTPUT.value and sys.stdout.isatty()
 
 
 def check_places(checkpoint: epath.Path, output: epath.Path | None, watch: epath.Path | None) -> None:

@@ -139,7 +139,7 @@ def test_adapters_go_to_peft_and_come_back(source, tmp_path):
     jax.tree.map(np.testing.assert_array_equal, again, merged)
 
     own = DecodeSettings("refusion", max_new_tokens=8)
-    asked = ["--prompt=What is 5?", "--decode.max_new_tokens=8", "--json"]  # decoded as it was trained, not as its base
+    asked = ["--prompt=What is 5?", "--decode.max_new_tokens=8"]  # decoded as it was trained, not as its base
     first, second = (run("generate", f"--checkpoint={tmp_path}/{name}", *asked) for name in ("run", "peft"))
     assert first == second
     card = (tmp_path / "peft" / "README.md").read_text()
@@ -234,7 +234,7 @@ def test_adapters_of_some_layers_alone_are_refused_by_the_tensor_that_is_missing
 
 @pytest.mark.thorough
 def test_a_model_that_was_never_adapted_is_decoded_left_to_right_and_one_line_says_so(source, tmp_path):
-    flags = ["--prompt=What is 5?", "--decode.max_new_tokens=4", "--json"]
+    flags = ["--prompt=What is 5?", "--decode.max_new_tokens=4"]
     out, err = run("generate", f"--checkpoint={source}", *flags)
     assert json.loads(out)["commit_order"] == sorted(json.loads(out)["commit_order"])
     assert json.loads(out)["forwards"] == len(json.loads(out)["tokens"])

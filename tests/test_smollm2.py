@@ -125,7 +125,7 @@ def test_transformers_and_peft_read_what_the_adapted_model_becomes(smollm2, adap
 
 
 def test_an_export_serves_the_answer_that_it_generates(exported):
-    answer, _ = run("generate", f"--checkpoint={exported}", f"--prompt={QUESTION}", "--json", *DECODING)
+    answer, _ = run("generate", f"--checkpoint={exported}", f"--prompt={QUESTION}", *DECODING)
     with serving(f"--checkpoint={exported}", "--model_name=smol", *DECODING) as address:
         asked = json.dumps({"model": "smol", "messages": [{"role": "user", "content": QUESTION}], "temperature": 0})
         headers = {"Content-Type": "application/json"}
