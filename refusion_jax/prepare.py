@@ -52,13 +52,6 @@ _SHAPING = [
     flags.DEFINE_string("mask_piece", MASK_PIECE, "The tokenizer's piece that stands for a masked token"),
     flags.DEFINE_enum("thinking", "unset", list(THINKING), "enable_thinking of the chat template; unset: its default"),
     flags.DEFINE_integer("row_length", 4096, "Tokens per row, as --config.row_length of `train`", 2, LONGEST_ROW),
-    flags.DEFINE_enum(
-        "text_packing",
-        "best_fit",
-        ["best_fit", "split"],
-        "For texts without prompt: best_fit cuts only those longer than a row; split joins all and cuts them into full "
-        "rows",
-    ),
     flags.DEFINE_bool(
         "dedup", False, "Leave out examples whose text occurred earlier in the input; not texts longer than --shard_mib"
     ),

@@ -31,7 +31,6 @@ class Document:
 
     tokens: np.ndarray  # int32
     prompt_length: int
-    is_text: bool = False  # has no prompt; it may be cut
     starts: bool = True  # False for the later parts of a text that is read in several
 
     def __len__(self) -> int:
@@ -110,7 +109,7 @@ def tokenize(
             end = [tokenizer.eos_id] if example.ends else []
             tokens = np.concatenate([np.array(begin, np.int32), response, np.array(end, np.int32)])
             if example.prompt is None or (len(tokens) <= row_length and example.characters <= most):
-                yield Document(tokens, len(begin), example.prompt is None, example.starts)
+                yield Document(tokens, len(begin), example.starts)
                 continue
             what, fix = f"{example.characters:,} characters", ""
             if example.characters <= most:  # otherwise it was not tokenized
@@ -203,30 +202,18 @@ def fit(lengths: Sequence[int], row_length: int) -> list[list[int]]:
     return rows
 
 
-def rows_of(documents: Iterable[Document], row_length: int, text_packing: str = "best_fit") -> list[list[Document]]:
-    """The documents of each row, cut where they must be.
+def rows_of(documents: Iterable[Document], row_length: int) -> list[list[Document]]:
+    """The documents of each row, of which only those longer than a row are cut.
 
-    With `text_packing` "best_fit" only texts longer than a row are cut; "split" joins all texts, and cuts them to fill
-    every row. With T = 4 and texts of 3, 6 and 2 tokens, a b and c, the rows are [b b b b], [a a a], [b b c c] or
-    [a a a b], [b b b b], [b c c].
+    With T = 4 and texts of 3, 6 and 2 tokens, a b and c, the rows are [b b b b], [a a a], [b b c c].
     """
-    rows, whole, used = [], [], row_length
-    for document in documents:
-        if document.is_text and text_packing == "split":
-            for part in _cut(document, row_length - used, row_length):
-                if used == row_length:
-                    rows.append([])
-                    used = 0
-                rows[-1].append(part)
-                used += len(part)
-        else:
-            whole += _cut(document, 0, row_length)
-    return rows + [[whole[i] for i in row] for row in fit([len(part) for part in whole], row_length)]
+    parts = [part for document in documents for part in _cut(document, row_length)]
+    return [[parts[i] for i in row] for row in fit([len(part) for part in parts], row_length)]
 
 
-def _cut(document: Document, first: int, row_length: int) -> list[Document]:
-    """Parts of at most row_length tokens, and the first of at most `first`, if that is not 0."""
-    cuts = [0, *range(first or row_length, len(document), row_length), len(document)]
+def _cut(document: Document, row_length: int) -> list[Document]:
+    """Parts of at most row_length tokens."""
+    cuts = [0, *range(row_length, len(document), row_length), len(document)]
     return [
         Document(document.tokens[start:end], min(max(document.prompt_length - start, 0), end - start))
         for start, end in itertools.pairwise(cuts)

@@ -106,7 +106,9 @@ class Preparation:
 
     def _fingerprint(self) -> str:
         """A digest of all that the output depends on, except on_error, on which finished shards do not depend."""
-        shape = dataclasses.asdict(self.settings) | {
+        settings = list(dataclasses.asdict(self.settings).items())
+        settings.insert(4, ("text_packing", "best_fit"))  # was a setting when older directories were made
+        shape = dict(settings) | {
             "on_error": None,
             "tokenizer": tokenizer_hash(self.tokenizer),
             "mask_piece": None,

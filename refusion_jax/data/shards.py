@@ -43,7 +43,6 @@ class PrepareSettings:
     mask_piece: str
     thinking: str  # unset | true | false, of the chat template
     row_length: int
-    text_packing: str  # best_fit | split
     on_error: str  # stop | skip
     dedup: bool
     held_out: float
@@ -235,7 +234,7 @@ class _ShardWriter:
             self._pack()
 
     def _pack(self) -> None:
-        rows = rows_of(self._waiting, self._settings.row_length, self._settings.text_packing)
+        rows = rows_of(self._waiting, self._settings.row_length)
         for row in rows:
             own = np.concatenate([part.tokens for part in row]).astype(self._dtype)
             self._writer.write(encode_row(own, [len(part) for part in row], [part.prompt_length for part in row]))
