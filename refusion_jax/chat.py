@@ -40,7 +40,6 @@ from refusion_jax.serving.terminal import Screen, printable
 from refusion_jax.systems.api import all_settings, own_settings, read_settings
 
 _CHECKPOINT = flags.DEFINE_string("checkpoint", None, command.CHECKPOINT)
-_CACHE = flags.DEFINE_string("compilation_cache", None, command.COMPILED)
 _DTYPE = flags.DEFINE_enum("dtype", "float32", ["float32", "bfloat16"], "Type of weights, cache and computation")
 _TENSOR = flags.DEFINE_integer("mesh.tensor", 1, "Split heads and weights over this many devices", lower_bound=1)
 _OWN = {name: own for name, own in all_settings().items() if name != "batch_size"}
@@ -150,7 +149,7 @@ def main() -> None:
     mesh = local_mesh(tensor=_TENSOR.value)
     is_terminal = sys.stdin.isatty() and sys.stdout.isatty()
     sys.stdin.reconfigure(encoding="utf-8", errors="surrogateescape")
-    keep_for_user(_CACHE.value)
+    keep_for_user()
     if not tokenizer.has_chat_template:
         note = "has no chat template: it is asked each turn alone, as by `generate --prompt`"
         print(f"{checkpoint} {note}", file=sys.stderr, flush=True)

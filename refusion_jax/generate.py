@@ -26,7 +26,7 @@ the command of that part resumes it. The last to finish writes OUTPUT, the same 
   for i in 1 2 3 4; do python -m refusion_jax.generate ... --output=answers.jsonl --part=$i/4 & done; wait
 
 Compiled programs are kept in $XDG_CACHE_HOME/refusion_jax/compiled (~/.cache by default), which is used only if nobody
-else can write to it: the second call with the same sizes starts in seconds.
+else can write to it, or in $JAX_COMPILATION_CACHE_DIR: the second call with the same sizes starts in seconds.
 
 Besides the weights, memory is mostly taken by the cache: 2 x layers x key/value heads x head size x bytes of --dtype
 for each token of each of --decode.batch_size rows. For an 8B model in bfloat16 that is 147,456 bytes per token, 4.5 GiB
@@ -78,7 +78,6 @@ _WATCH = flags.DEFINE_string("watch", None, "HTML file that plays the decodings 
 _COMPARE = flags.DEFINE_string(
     "compare", None, "With --watch: a decoder, or a checkpoint, whose decodings are shown next to them"
 )
-_CACHE = flags.DEFINE_string("compilation_cache", None, command.COMPILED)
 _STOP = flags.DEFINE_multi_string("stop", [], "Cut answers where this text begins; may be given several times")
 _DTYPE = flags.DEFINE_enum("dtype", "float32", ["float32", "bfloat16"], "Type of weights, cache and computation")
 _DATA = flags.DEFINE_integer("mesh.data", 1, "Split the batch over this many devices", lower_bound=1)
@@ -225,7 +224,7 @@ def main() -> None:
     asked = Asked.read(checkpoint, settings)
     check_uses(asked, stops)
     rival = other(_COMPARE.value, checkpoint, given) if _COMPARE.value else None
-    keep_for_user(_CACHE.value)
+    keep_for_user()
 
     # 2. Decode what is not answered yet; for a page, everything.
     ids, requests = asked.ids, asked.requests

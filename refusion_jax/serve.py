@@ -67,7 +67,6 @@ _STRUCTURED = flags.DEFINE_bool(
     "structured", False, "Compile for structured answers before listening; otherwise the first of them waits for it"
 )
 _LOG = flags.DEFINE_bool("access_log", False, "Print a JSON line for each request, with its X-Request-Id")
-_CACHE = flags.DEFINE_string("compilation_cache", None, command.COMPILED)
 _DTYPE = flags.DEFINE_enum("dtype", "float32", ["float32", "bfloat16"], "Type of weights, cache and computation")
 _DATA = flags.DEFINE_integer("mesh.data", 1, "Split the batch over this many devices", lower_bound=1)
 _TENSOR = flags.DEFINE_integer("mesh.tensor", 1, "Split heads and weights over this many devices", lower_bound=1)
@@ -103,7 +102,7 @@ def main() -> None:
     rows = given.get("batch_size") or _ROWS.get(jax.default_backend(), settings.batch_size)
     mesh = local_mesh(data=_DATA.value, tensor=_TENSOR.value)
     listening = listen(_HOST.value, _PORT.value)
-    keep_for_user(_CACHE.value)
+    keep_for_user()
 
     model = load_for(checkpoint, settings, _DTYPE.value, mesh)
     engine = Engine(model, settings, rows, prefix_cache=_PREFIXES.value and _PREFIXES.value << 20)

@@ -103,9 +103,9 @@ FLAGS = {  # of each command, and one that is none
     "quickstart": "workdir problems started decode.batch_size decode.slot_size",
     "bench": "checkpoint config output x batch_sizes rows setup lengths",
     "report": "workdir output",
-    "chat": f"checkpoint mesh.tensor dtype compilation_cache {DECODE}",
+    "chat": f"checkpoint mesh.tensor dtype {DECODE}",
     "serve": "checkpoint host port model_name seed api_key cors allowed_host prefix_cache_mib access_log dtype "
-    f"compilation_cache mesh.data mesh.tensor {DECODE}",
+    f"mesh.data mesh.tensor {DECODE}",
 }
 MADE = "from refusion_jax.config import default_config\ndef get_config():\n  c = default_config()\n  c.unlock()\n"
 CONFIGS = [

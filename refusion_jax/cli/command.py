@@ -37,7 +37,6 @@ _LONGEST_LINE = 2000  # characters of an error
 
 # What flags are for that several commands have.
 CHECKPOINT = "A run's directory, one step in its checkpoints/, or a Hugging Face directory"
-COMPILED = "Directory of compiled programs, or off; by default one in the user's cache directory"
 
 
 def run(

@@ -13,7 +13,7 @@ from refusion_jax.cli.paths import STORES, is_remote, is_text, names_no_store
 # Flags that name a file or directory, in any command.
 _PATHS = {
     *("workdir", "checkpoint", "input", "output", "data", "from", "to", "tokenizer", "config", "include_path"),
-    *("compilation_cache", "hlo", "watch", "html", "compare", "task_data", "blocked_urls", "decontaminate"),
+    *("hlo", "watch", "html", "compare", "task_data", "blocked_urls", "decontaminate"),
     "stop",  # a text, which must not be empty either
 }
 

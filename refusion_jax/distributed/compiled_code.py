@@ -3,6 +3,7 @@
 A run may have been downloaded, so a cache in its directory is read only if the user asks for it.
 """
 
+import contextlib
 import grp
 import os
 import pwd
@@ -14,7 +15,6 @@ import jax
 from etils import epath
 from jax.experimental.compilation_cache import compilation_cache
 
-from refusion_jax.cli.errors import UserError
 from refusion_jax.cli.paths import is_remote
 from refusion_jax.distributed.storage import absolute
 
@@ -26,7 +26,7 @@ def keep_compiled(directory: epath.Path, whose: str) -> None:
     With `whose` "own" it is in the user's cache directory instead; "shared": there, whoever can write to it; "off".
     """
     if whose == "own":
-        keep_for_user(None)
+        keep_for_user()
     if whose != "shared" or jax.config.jax_compilation_cache_dir:
         return
     directory = absolute(directory)
@@ -36,47 +36,35 @@ def keep_compiled(directory: epath.Path, whose: str) -> None:
     compilation_cache.reset_cache()  # JAX may have found it missing before
 
 
-def keep_for_user(asked: str | None) -> None:
-    """Keeps compiled programs for the next call of a command, in a directory where only this user can put code.
+def keep_for_user() -> None:
+    """Keeps compiled programs for the next call of a command, in the user's cache directory.
 
-    `asked` is that directory, or "off"; None: one in the user's cache directory, if it can be used.
+    There are none if it cannot be written, or if somebody else could put code there.
     """
     # On a full disk JAX warns of every program that it cannot store; the next call compiles it again.
     warnings.filterwarnings("ignore", "Error writing persistent compilation cache entry")
-    if asked == "off" or jax.config.jax_compilation_cache_dir:  # JAX's own setting has precedence
+    if jax.config.jax_compilation_cache_dir:  # JAX's own setting has precedence
         return
     home = Path(os.environ.get("XDG_CACHE_HOME", ""))
     if not home.is_absolute():  # ignored, as the XDG specification demands
         home = Path.home() / ".cache"
-    directory = epath.Path(asked or home / "refusion_jax" / "compiled")
-    try:
-        if danger := find_danger(directory):
-            raise UserError(f"{danger}, and the code in it is run")
-        keep_compiled(directory, "shared")
-    except (OSError, UserError) as error:
-        if asked:
-            raise UserError(f"--compilation_cache={directory}: {error}") from error
-        return  # a home that cannot be trusted or written: no cache
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
+    directory = home / "refusion_jax" / "compiled"
+    with contextlib.suppress(OSError):
+        if is_private(directory):
+            keep_compiled(epath.Path(directory), "shared")
+            jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
 
 
-def find_danger(directory: epath.Path) -> str | None:
-    """Why somebody else could put code there, or None."""
-    if is_remote(directory):  # a bucket does not list all its writers, such as those of its organization
-        return f"who can write to {directory} is not known"
+def is_private(directory: Path) -> bool:
+    """Whether nobody but this user can put code there."""
     real = Path(os.path.realpath(directory))
     for path in [path for path in (real, *real.parents) if path.exists()]:
         about = path.stat()
-        if about.st_uid not in (0, os.geteuid()):
-            return f"{path} belongs to another user"
         is_sticky = path != real and about.st_mode & stat.S_ISVTX  # others can add, but not replace
-        if _others_can_write(about) and not is_sticky:
-            return f"others can write to {path}"
-    for path in real.iterdir() if real.is_dir() else ():
-        about = path.lstat()
-        if about.st_uid != os.geteuid() or _others_can_write(about):
-            return f"{path} may be by somebody else"
-    return None
+        if about.st_uid not in (0, os.geteuid()) or (_others_can_write(about) and not is_sticky):
+            return False
+    files = [path.lstat() for path in real.iterdir()] if real.is_dir() else []
+    return not any(about.st_uid != os.geteuid() or _others_can_write(about) for about in files)
 
 
 def _others_can_write(about: os.stat_result) -> bool:

@@ -88,7 +88,7 @@ def main(own: flags.FlagValues) -> None:
     decoder = decoder_on_link(requests, config)
     if not own.auto and own.layers >= config.num_hidden_layers:
         raise UserError(f"--layers={own.layers}: the model has {config.num_hidden_layers}; the server needs some")
-    keep_for_user(own.compilation_cache)
+    keep_for_user()
     read = open_weights(checkpoint)
     stamp = fingerprint(read, config, own.dtype)
     if own.auto:

@@ -44,7 +44,6 @@ def define_shared(own: flags.FlagValues) -> None:
         flags.DEFINE_enum(name, "same", choices, f"Type of this side's {what}; same: as --dtype", flag_values=own)
     dtypes = ["float32", "bfloat16"]
     flags.DEFINE_enum("dtype", "float32", dtypes, "Type of weights, cache and computation", flag_values=own)
-    text("compilation_cache", None, command.COMPILED)
 
 
 def main(own: flags.FlagValues) -> None:
@@ -52,7 +51,7 @@ def main(own: flags.FlagValues) -> None:
     check_given(own, "checkpoint", "key")
     tls = frames.secured(Path(own.key), is_server=True)
     listening = listen(own.host, own.port)
-    keep_for_user(own.compilation_cache)
+    keep_for_user()
     read, config = open_weights(own.checkpoint), read_model_config(epath.Path(own.checkpoint))
     service = LayerService(read, config, int(own.memory * 2**30), own.dtype, own.weights, own.cache)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))

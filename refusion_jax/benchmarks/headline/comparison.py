@@ -52,7 +52,7 @@ class Comparison:
         sweep, models, auxiliaries = self._train_all()
         runs = [run for run, _ in models]
 
-        keep_for_user(None)
+        keep_for_user()
         found = Results(results.about(self._asked), sweep, [record for _, record in models], auxiliaries)
         for run in track(runs, "measuring", ticks=False):
             found.points += self._at_every_point(run)
