@@ -41,13 +41,6 @@ _HOST = flags.DEFINE_string(
 )
 _PORT = flags.DEFINE_integer("port", 8000, "Port to listen on; 0: any that is free", 0, 65535)
 _NAME = flags.DEFINE_string("model_name", None, "Name of the model that clients see; by default --checkpoint as given")
-_SEED = flags.DEFINE_integer(
-    "seed",
-    None,
-    "Seed for requests that give none, so that equal requests get equal answers; by default each draws its own",
-    0,
-    2**32 - 1,
-)
 _KEYS = flags.DEFINE_list(
     "api_key", [], "Keys, comma-separated, one of which each request must carry; by default those in REFUSION_API_KEY"
 )
@@ -76,6 +69,7 @@ command.define_settings(
         "max_new_tokens": "256, or half of what the model reads",
         "cache_length": "what the model reads",
         "batch_size": "64; 8 on a CPU",
+        "seed": "each request draws its own",
     },
 )
 _ROWS = {"cpu": 8}  # rows of a batch, if different from the default: on a CPU each one costs time
@@ -106,10 +100,9 @@ def main() -> None:
 
     model = load_for(checkpoint, settings, _DTYPE.value, mesh)
     engine = Engine(model, settings, rows, prefix_cache=_PREFIXES.value and _PREFIXES.value << 20)
-    seed = given.get("seed") if _SEED.value is None else _SEED.value
     host, port, *_ = listening.getsockname()
     access = Access(keys, _CORS.value, allowed_hosts(host, _HOSTS.value), _LOG.value)
-    service = Service(_NAME.value or _CHECKPOINT.value, model, tokenizer, engine, seed)
+    service = Service(_NAME.value or _CHECKPOINT.value, model, tokenizer, engine, given.get("seed"))
     server = make_server(make_app(service, access, refusion_jax.__version__))
     try:
         with waiting("compiling"):

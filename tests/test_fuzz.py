@@ -104,7 +104,7 @@ FLAGS = {  # of each command, and one that is none
     "bench": "checkpoint config output x batch_sizes rows setup lengths",
     "report": "workdir output",
     "chat": f"checkpoint mesh.tensor dtype {DECODE}",
-    "serve": "checkpoint host port model_name seed api_key cors allowed_host prefix_cache_mib access_log dtype "
+    "serve": "checkpoint host port model_name api_key cors allowed_host prefix_cache_mib access_log dtype "
     f"mesh.data mesh.tensor {DECODE}",
 }
 MADE = "from refusion_jax.config import default_config\ndef get_config():\n  c = default_config()\n  c.unlock()\n"

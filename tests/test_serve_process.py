@@ -84,7 +84,7 @@ def test_a_server_of_several_is_ready_when_it_says_so_and_answers_what_it_has_be
     (commands,) = re.findall(r"```sh\n(.*?--port=\$port.*?)```", readme, re.DOTALL)
     with listen("127.0.0.1", 0) as free:
         port = free.getsockname()[1]
-    flags = "--seed=5 --decode.batch_size=4 --decode.serial_blocks=2 --decode.slot_threshold=0.05 --port="
+    flags = "--decode.seed=5 --decode.batch_size=4 --decode.serial_blocks=2 --decode.slot_threshold=0.05 --port="
     for own, here in (("python", sys.executable), ("runs/quickstart", str(trained_run)), ("--port=", flags)):
         commands = commands.replace(own, here)
     commands = commands.replace("8001 8002", str(port)) + "\necho $!; wait $!"

@@ -172,7 +172,7 @@ CHAT = {"messages": [{"role": "user", "content": "Sort 7 3 9 1."}], "max_tokens"
 def address(trained_run):
     """A server that has a key."""
     flags = [f"--decode.{name}={value}" for name, value in SETTINGS.items()]
-    with serving(f"--checkpoint={trained_run}", "--api_key=secret", "--seed=5", *flags) as address:
+    with serving(f"--checkpoint={trained_run}", "--api_key=secret", "--decode.seed=5", *flags) as address:
         yield address
 
 
