@@ -25,7 +25,7 @@ from refusion_jax.distributed.processes import first_fault
 from refusion_jax.distributed.storage import absolute
 
 _PROBE_BYTES = 4096  # one block of a disk
-_LAST_ATTEMPTS = 4
+_MOST_FAILURES = 3  # saves in a row that may fail, such as on a full disk; then the run stops
 PAUSE_SECONDS = 1.0  # before the last save of a run is retried; doubles with every attempt
 
 
@@ -35,11 +35,10 @@ TrainState = Any  # of training.train_step, which defines its items
 class Checkpoints(contextlib.AbstractContextManager):
     """Saves and restores the checkpoints of one run. Use it in a `with` block, which waits for the last save."""
 
-    def __init__(self, workdir: epath.Path, keep: int, failures: int = 3):
-        """Removes the remains of an interrupted save; `failures` failed saves in a row stop the run."""
+    def __init__(self, workdir: epath.Path, keep: int):
+        """Removes the remains of an interrupted save."""
         self._directory = epath.Path(absolute(workdir)) / "checkpoints"
-        self._keep, self._failures = keep, failures
-        self._failed = 0
+        self._keep, self._failed = keep, 0
         self._under_way: int | None = None  # the step that is being saved
         self._restored: int | None = None  # the step that was read last, until the next is saved
         self.passed_over: dict[int, str] = {}  # newer steps that could not be read, and why
@@ -67,15 +66,10 @@ class Checkpoints(contextlib.AbstractContextManager):
             with contextlib.suppress(Exception):  # otherwise it is removed after this save
                 self._retain(self._restored)
         self._restored = None
-        for attempt in range(_LAST_ATTEMPTS):  # an interrupted process must end eventually
-            if attempt:
-                time.sleep(PAUSE_SECONDS * 2 ** (attempt - 1))
+        self._begin(step, state, data)
+        while last and not self.wait():
+            time.sleep(PAUSE_SECONDS * 2 ** (self._failed - 1))
             self._begin(step, state, data)
-            if not last or self.wait():
-                return
-        raise Failure(
-            f"the last checkpoint, {step}, could not be written in {_LAST_ATTEMPTS} attempts: {self._what_to_do}"
-        )
 
     def _begin(self, step: int, state: TrainState, data: dict[str, Any]) -> None:
         if obstacle := first_fault(_find_obstacle(self._directory)):  # the others would wait for one that cannot save
@@ -137,18 +131,16 @@ class Checkpoints(contextlib.AbstractContextManager):
         self._failed += 1
         self._under_way = None
         why = f"checkpoint {step} could not be written: {first_line(error)}"
-        if self._failed >= self._failures:
-            stopped = f"{self._failed} saves in a row have failed, and the run stops: {self._what_to_do}"
-            raise Failure(f"{why}; {stopped}") from error
-        logging.warning("%s; the run goes on to the next save (%d of %d)", why, self._failed, self._failures)
+        if self._failed >= _MOST_FAILURES:
+            from_step = max(run_directory.saved_steps(self._directory.parent), default=0)
+            raise Failure(
+                f"{why}; {self._failed} saves in a row have failed, and the run stops: make room or mend "
+                f"{self._directory}, and start it again (from step {from_step})"
+            ) from error
+        logging.warning("%s; the run goes on to the next save (%d of %d)", why, self._failed, _MOST_FAILURES)
         if jax.process_index() == 0:
             with contextlib.suppress(OSError):
                 run_directory.remove_unfinished(self._directory)
-
-    @property
-    def _what_to_do(self) -> str:
-        from_step = max(run_directory.saved_steps(self._directory.parent), default=0)
-        return f"make room or mend {self._directory}, and start it again (from step {from_step})"
 
     def _retain(self, newest: int) -> None:
         """Keeps the newest whole checkpoints; removes older ones, and damaged ones older than the newest."""

@@ -166,7 +166,6 @@ _EVAL = {
 _CHECKPOINT = {
     "every": _count(1000, "steps between checkpoints; the last step is always saved", _MOST_STEPS),
     "keep": _count(3, "number of newest checkpoints to keep", 10**6),
-    "failures": _count(3, "consecutive failed saves (such as on a full disk) after which the run stops", 10**6),
 }
 
 _GUARD = {

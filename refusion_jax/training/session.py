@@ -38,7 +38,7 @@ class Session(contextlib.ExitStack):
         self._run, config = run, run.config
         self._began = time.monotonic()
         self._health = recovery.Health()
-        self.checkpoints = Checkpoints(run.workdir, config.checkpoint.keep, config.checkpoint.failures)
+        self.checkpoints = Checkpoints(run.workdir, config.checkpoint.keep)
         self.skipped = recovery.SkippedBatches(run.workdir)
         processes.check_same(f"{recovery.FILE} in --workdir", str(self.skipped.windows))
         self._data = {"rows": len(run.rows), "fingerprint": run.rows.fingerprint()}
