@@ -3,8 +3,6 @@
 --config=configs/headline.py:tiny     a smoke test: a run takes a minute on two CPU cores, and learns little
 --config=configs/headline.py:small    0.7 M parameters: 7 to 22 minutes on two CPU cores; `ar` is right on 75 to 77 %
 --config=configs/headline.py:gpu      54 M parameters, for a GPU; not run yet
---config=configs/headline.py:gpu_text the same on text, the source code of Python's standard library (3 M tokens, seen
-                                      five times); not run yet
 
 `--config.objective` names the system. Difficulty and training length are chosen so that `ar` of `small` is right on 70
 to 95 % of the problems, which tells systems apart. Results: refusion_jax/benchmarks/results/headline.md.
@@ -14,14 +12,6 @@ from refusion_jax.config import default_config
 
 TOPOLOGIES = {"gpu": ["v5e:2x4"]}  # compiled by tests/test_tpu.py
 
-_GPU_MODEL = {
-    "hidden_size": 640,
-    "num_hidden_layers": 10,
-    "num_attention_heads": 10,
-    "num_key_value_heads": 10,
-    "head_dim": 64,
-    "intermediate_size": 1920,
-}
 SIZES = {
     "tiny": {
         "steps": 600,
@@ -60,16 +50,14 @@ SIZES = {
         "learning_rate": 1e-3,
         "dtype": "bfloat16",
         "data": {"path": "families", "examples": 400_000, "difficulty": 3},
-        "model": _GPU_MODEL,
-    },
-    "gpu_text": {
-        "steps": 500,
-        "batch_size": 64,
-        "row_length": 512,
-        "learning_rate": 1e-3,
-        "dtype": "bfloat16",
-        "data": {"path": "stdlib"},
-        "model": _GPU_MODEL | {"vocab_size": 4096},
+        "model": {
+            "hidden_size": 640,
+            "num_hidden_layers": 10,
+            "num_attention_heads": 10,
+            "num_key_value_heads": 10,
+            "head_dim": 64,
+            "intermediate_size": 1920,
+        },
     },
 }
 
