@@ -22,6 +22,7 @@ ON_PRISM = pytest.param(
     ["--runner=PrismRunner", f"--prism_location={PRISM}"],
     marks=pytest.mark.skipif(not PRISM, reason="REFUSION_PRISM names no binary of Beam's Prism"),
 )
+INTERRUPTED = "error: interrupted; the same command resumes from here\n"
 pytestmark = [pytest.mark.filterwarnings("default")]  # Beam has some
 
 
@@ -58,6 +59,21 @@ def test_beam_writes_the_same_bytes_and_goes_on_from_the_shards_that_are_there(
     assert contents(tmp_path / "mixed") == contents(tmp_path / "local")
 
 
+@pytest.mark.parametrize(
+    ("kill", "how", "said"), [(os.kill, signal.SIGKILL, ""), (os.killpg, signal.SIGINT, INTERRUPTED)]
+)
+def test_workers_that_have_begun_nothing_end_with_the_pipeline(kill, how, said, tmp_path, tokenizer_file):  # noqa: F811
+    write_pairs(tmp_path / "pairs.jsonl", 1000)
+    flags = [f"--input={tmp_path}/pairs.jsonl", f"--tokenizer={tokenizer_file}", "--workers=2", "--runner=beam"]
+    process = start("prepare", *flags, f"--output={tmp_path}/out")
+    children = functools.partial(psutil.Process(process.pid).children, recursive=True)
+    wait_until(lambda: len(children()) >= 4, process)  # two workers, each below a shell
+    workers = children()
+    kill(process.pid, how)
+    assert not psutil.wait_procs(workers, timeout=60)[1]
+    assert process.communicate(timeout=60)[1] == said
+
+
 @pytest.mark.slow
 def test_a_killed_pipeline_goes_on_where_it_was(tmp_path, tokenizer_file):  # noqa: F811
     (tmp_path / "in").mkdir()
@@ -69,11 +85,9 @@ def test_a_killed_pipeline_goes_on_where_it_was(tmp_path, tokenizer_file):  # no
     for name, kill, how in (("digests-*", os.kill, signal.SIGKILL), ("done-*", os.killpg, signal.SIGINT)):
         process = start("prepare", *flags, f"--output={tmp_path}/killed", "--runner=beam")
         wait_until(lambda name=name: len(list(progress.glob(name))) >= 3, process)
-        workers = psutil.Process(process.pid).children(recursive=True)
         kill(process.pid, how)
         _, err = process.communicate()
-        assert not psutil.wait_procs(workers, timeout=60)[1]
-    assert err == "error: interrupted; the same command resumes from here\n"  # and nothing of Beam's workers
+    assert err == INTERRUPTED  # and nothing of Beam's workers
     assert not (tmp_path / "killed" / "manifest.json").exists()
     run("prepare", *flags, f"--output={tmp_path}/killed", "--runner=beam")
     assert contents(tmp_path / "killed") == contents(tmp_path / "straight")

@@ -82,12 +82,15 @@ class BeamRunner(Runner):
         )
 
     def _run(self, transform: beam.PTransform) -> None:
-        try:
-            with beam.Pipeline(self._runner, PipelineOptions(self._options)) as pipeline:
-                pipeline | transform  # noqa: B018  Beam's way to add one
+        try:  # in a thread, which Ctrl-C does not reach: Beam would wait for its workers, now and then for ever
+            ThreadPoolExecutor(1).submit(self._run_pipeline, transform).result()
         except Exception as error:  # each runner raises its own
             lines = [line.strip() for line in str(error).splitlines() if line.strip(" >")] or [type(error).__name__]
             raise Failure(f"the Beam pipeline failed: {lines[-1]} (the same command resumes from here)") from error
+
+    def _run_pipeline(self, transform: beam.PTransform) -> None:
+        with beam.Pipeline(self._runner, PipelineOptions(self._options)) as pipeline:
+            pipeline | transform  # noqa: B018  Beam's way to add one
 
 
 class _Work(beam.DoFn):
