@@ -98,10 +98,6 @@ class EvaluatedModel(TemplateLM):
         return next(begin for begin in known if begin >= 0)
 
     @property
-    def max_length(self) -> int:
-        return self._room
-
-    @property
     def tokenizer_name(self) -> str:
         """Required by lm_eval for its prompt cache, which is not used."""
         return self.name
