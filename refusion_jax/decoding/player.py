@@ -63,7 +63,7 @@ class Decodings:
         kept = len(answer.tokens) if kept is None else kept
         first_after = next(iter(places[len(request.prompt) + kept :]), max(places, default=0) + 1)
         slots = [slot for slot in groups_of(request) if any(at in text for at in slot)]
-        cell = {at: number for number, at in enumerate(at for slot in slots for at in slot)}
+        cell = {at: number for number, at in enumerate(itertools.chain(*slots))}
         order |= dict.fromkeys(given, -1)
 
         found = forwards_of(self._parts.pop(index, []))
