@@ -182,12 +182,12 @@ def test_the_cache_holds_the_text_and_one_forward_and_nothing_more():
 def test_a_batch_that_cannot_fit_is_refused_before_it_is_compiled(monkeypatch):
     model = tiny_model()
     requests = prepare(PROMPTS, settings(new=64, blocks=2, speculate="auto"), model.config)
-    monkeypatch.setattr(memory, "free_bytes", lambda device: 2_350_000)
+    monkeypatch.setattr(memory, "free_bytes", lambda mesh: 2_350_000)
     message = "batch_size=8: 8 rows of 128 tokens, of 256 bytes.*size=4 would fit"
     with compiled() as programs, pytest.raises(UserError, match=message):
         next(stream(model, requests))
     assert not programs
-    monkeypatch.setattr(memory, "free_bytes", lambda device: 1000)
+    monkeypatch.setattr(memory, "free_bytes", lambda mesh: 1000)
     with pytest.raises(UserError, match="lower cache_length"):
         next(stream(model, requests))
 
@@ -217,7 +217,7 @@ def test_an_evaluation_is_refused_no_batch_that_fits_with_a_smaller_cache(monkey
     )
     decoder, mesh = decoder_for(whole, model.config), model.mesh
     free = memory.bytes_needed(model, mesh, 4, decoder) - 1
-    monkeypatch.setattr(memory, "free_bytes", lambda device: free)
+    monkeypatch.setattr(memory, "free_bytes", lambda mesh: free)
     check_fits(model, small)
     with pytest.raises(UserError, match="batch_size=4: 4 rows of"):
         check_fits(model, whole)

@@ -46,6 +46,7 @@ from refusion_jax.model import huggingface
 from refusion_jax.systems.registry import default_system
 
 _ROOM = 1024  # tokens of a text, for random weights
+_STREAMED = {"stream": True, "stream_options": {"include_usage": True}}  # fields of a request
 _SHOWN = {"clients": "clients", "rate": "rate", "how": "how", "accuracy": "right", "tokens_per_second": "tokens/s"}
 _SHOWN |= {"of_decode": "of decode", "goodput": "goodput", "first_ms": "first, ms", "between_ms": "between, ms"}
 _SHOWN |= {"whole_ms": "answer, ms", "whole_ms_95": "95 %, ms"}
@@ -99,11 +100,7 @@ def _by_clients(address, checkpoint: str, clients: list[int], own: flags.FlagVal
     """Yields a record for each number of clients, for whole answers and streams, interleaved with decoding here."""
     problems = list(tasks.MIXTURE.problems("test", own.requests, seed=0))
     bodies = [{"prompt": problem.query, "max_tokens": own.new_tokens} for problem in problems]
-    usage = {"include_usage": True}
-    asked = {
-        "whole": [body | {"stream": False} for body in bodies],
-        "stream": [body | {"stream": True, "stream_options": usage} for body in bodies],
-    }
+    asked = {"whole": [body | {"stream": False} for body in bodies], "stream": [body | _STREAMED for body in bodies]}
     decode = _decoding(checkpoint, [problem.query for problem in problems], own)
     decode()  # compiles; not counted, like the clients' first answers
     ask_all(address, max(clients), asked["whole"])
@@ -132,10 +129,10 @@ def _by_clients(address, checkpoint: str, clients: list[int], own: flags.FlagVal
 def _at_rate(address, own: flags.FlagValues) -> dict[str, Any]:
     """The record of requests that arrive at random times."""
     times, bodies = arrivals(own.requests, own.rate, _ROOM if not own.checkpoint else 64, own.new_tokens)
-    how = {"stream": True, "stream_options": {"include_usage": True}}
-    ask_all(address, 16, [body | how for body in bodies[:16]])  # not counted
+    bodies = [body | _STREAMED for body in bodies]
+    ask_all(address, 16, bodies[:16])  # not counted
     began = time.perf_counter()
-    seen = ask_all(address, min(own.requests, 512), [body | how for body in bodies], times)
+    seen = ask_all(address, min(own.requests, 512), bodies, times)
     seconds, tokens = time.perf_counter() - began, sum(one.tokens for one in seen)
     good = [1e3 * one.first <= own.slo_first_ms and 1e3 * one.between <= own.slo_between_ms for one in seen]
     record = {"benchmark": "serve", "rate": own.rate, "requests": len(seen), "tokens": tokens}

@@ -57,7 +57,7 @@ def bytes_needed(model: LanguageModel, mesh: Mesh, rows: int, decoder: Decoder, 
 
 def room_besides(model: LanguageModel, mesh: Mesh, rows: int, decoder: Decoder) -> int:
     """Tokens whose keys and values fit into each device next to a batch; the same number on all hosts of the mesh."""
-    free = _free(mesh) - bytes_needed(model, mesh, rows, decoder)
+    free = free_bytes(mesh) - bytes_needed(model, mesh, rows, decoder)
     return max(free, 0) * shard_count(mesh, "heads") // token_bytes(model)
 
 
@@ -66,7 +66,7 @@ def check_memory(model: LanguageModel, mesh: Mesh, rows: int, decoder: Decoder, 
 
     All hosts of a mesh decide the same.
     """
-    free, needed = _free(mesh), bytes_needed(model, mesh, rows, decoder, kept)
+    free, needed = free_bytes(mesh), bytes_needed(model, mesh, rows, decoder, kept)
     if needed <= free:
         return
     fitting = [n for n in (2**i for i in range(20)) if bytes_needed(model, mesh, n, decoder, kept) <= free]
@@ -86,17 +86,13 @@ def token_bytes(model: LanguageModel) -> int:
     return sum(bytes_per_token(m.config, m.cache_dtype) for m in models)
 
 
-def _free(mesh: Mesh) -> int:
-    """Free bytes of the device with the least free memory."""
-    free = free_bytes(mesh.local_devices[0])
+def free_bytes(mesh: Mesh) -> int:
+    """Free bytes of the device of all hosts that has the least; of a CPU the total memory of the machine."""
+    stats = mesh.local_devices[0].memory_stats()
+    if stats and "bytes_limit" in stats:
+        free = stats["bytes_limit"] - stats["bytes_in_use"]
+    else:
+        free = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     if mesh.is_multi_process:
         free = int(multihost_utils.process_allgather(np.array(free, np.float64)).min())
     return free
-
-
-def free_bytes(device: jax.Device) -> int:
-    """Free memory of a device; for the CPU the total memory of the machine."""
-    stats = device.memory_stats()
-    if stats and "bytes_limit" in stats:
-        return stats["bytes_limit"] - stats["bytes_in_use"]
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
