@@ -93,8 +93,7 @@ def plan_decode(
     Costs are those of one pass of the prefill (at most 256 tokens of the rows that are admitted at once) plus one of
     decoding, as the number of either depends on the data, and those of the latter; both for a full cache.
     """
-    arguments = (config.to_json(), topology, slices, settings)
-    compiled = compile_program(programs.lower_decode, arguments, memory_only)
+    compiled = compile_program(programs.lower_decode, (config.to_json(), topology, slices, settings), memory_only)
     mesh, chip = sharding.make_mesh(config.mesh, tpu_devices(topology, slices)), find_chip(topology)
     costs = count(compiled.module, mesh.size // slices)
     forward = count(dataclasses.replace(compiled.module, entry=decoding_loop(compiled.module)), mesh.size // slices)

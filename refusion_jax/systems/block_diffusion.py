@@ -168,12 +168,10 @@ class BlockByBlock(Continuer):
 
     @classmethod
     def width_for(cls, requests: Sequence[Request]) -> int:
-        """K."""
         return requests[0].settings.block_size
 
     @property
     def prefix_block(self) -> int:
-        """Whole blocks of the model."""
         return math.lcm(super().prefix_block, self.width)
 
     def init(self, model: LanguageModel, layout: Layout, keys: Key[Array, "B"]) -> FilledText:

@@ -133,13 +133,11 @@ class CausalBlocks(Continuer):
 
     @classmethod
     def width_for(cls, requests: Sequence[Request]) -> int:
-        """K."""
         return requests[0].settings.draft_length
 
     def init(self, model: LanguageModel, layout: Layout, keys: Key[Array, "B"]) -> CausalBlocksState:
         cache, last = kv.prefill_but_last(model, layout.given, self.chunk)
-        own = {"cache": cache, "passed": jnp.zeros_like(last)}
-        return self.start_text(CausalBlocksState, layout, keys, **own)
+        return self.start_text(CausalBlocksState, layout, keys, cache=cache, passed=jnp.zeros_like(last))
 
     def step(self, model: LanguageModel, s: CausalBlocksState) -> CausalBlocksState:
         """One forward pass over each row's block: reveals tokens, or commits a finished block."""

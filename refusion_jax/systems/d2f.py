@@ -169,8 +169,7 @@ class Pipeline(Decoder):
     def init(self, model: LanguageModel, layout: Layout, keys: Key[Array, "B"]) -> PipelineState:
         """The initial state: prompts are cached, with bidirectional attention; no block is open."""
         cache = kv.prefill(model, layout.given, self.chunk, block_size=self.chunk)
-        own = {"cache": cache, "opened": jnp.zeros_like(cache.length)}
-        return self.start_text(PipelineState, layout, keys, **own)
+        return self.start_text(PipelineState, layout, keys, cache=cache, opened=jnp.zeros_like(cache.length))
 
     def step(self, model: LanguageModel, s: PipelineState) -> PipelineState:
         K, F, own = self.block_length, self.width, s.settings

@@ -110,8 +110,7 @@ class MaskedDecoder(Decoder):
         if shifted:
             check_first(requests)
         block_length = min(N, max(r.settings.block_length or N for r in requests))
-        sizes = {"width": text_capacity(requests), "block_length": block_length, "shifted": shifted}
-        return cls.sized(requests, model, **sizes)
+        return cls.sized(requests, model, width=text_capacity(requests), block_length=block_length, shifted=shifted)
 
     def init(self, _: LanguageModel, layout: Layout, keys: Key[Array, "B"]) -> MaskedText:
         return self.start_text(MaskedText, layout, keys, self.block_length)

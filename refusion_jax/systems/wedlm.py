@@ -124,8 +124,7 @@ class SlidingWindow(Continuer):
         return 2 * min(requests[0].settings.window, most_new_tokens(requests))
 
     def init(self, model: LanguageModel, layout: Layout, keys: Key[Array, "B"]) -> FilledText:
-        cache = kv.prefill(model, layout.given, self.chunk)
-        return self.start_text(FilledText, layout, keys, cache=cache)
+        return self.start_text(FilledText, layout, keys, cache=kv.prefill(model, layout.given, self.chunk))
 
     def step(self, model: LanguageModel, s: FilledText) -> FilledText:
         """One forward pass, which commits filled places right after each row's committed tokens, and fills masks."""

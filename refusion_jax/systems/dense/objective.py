@@ -94,7 +94,6 @@ class DenseSlots(Objective):
         return Copied(self.copies)
 
     def input_length(self, row_length: int) -> int:
-        """T + M."""
         return row_length + math.ceil(self.copies * row_length)
 
     def corrupt(self, rows: Rows, keys: Key[Array, "B"]) -> Batch:
