@@ -55,7 +55,7 @@ def found_everywhere() -> dict[str, System]:
     One that fails is left out, with a line on stderr that names it.
     """
     found = {}
-    for place, load in [*_modules(), *_entry_points()]:
+    for place, load in _places():
         try:
             system = load()
             if system is not None:
@@ -69,14 +69,12 @@ def found_everywhere() -> dict[str, System]:
     return found
 
 
-def _modules() -> Iterator[tuple[str, Callable[[], System | None]]]:
+def _places() -> Iterator[tuple[str, Callable[[], System | None]]]:
+    """(where a system may be, what imports it) for each module of this folder and each entry point."""
     for info in pkgutil.iter_modules(folder.__path__):
         name = f"{folder.__name__}.{info.name}"
         place = f"{info.module_finder.path}/{info.name}{'' if info.ispkg else '.py'}"
         yield place, lambda name=name: getattr(importlib.import_module(name), "SYSTEM", None)
-
-
-def _entry_points() -> Iterator[tuple[str, Callable[[], System]]]:
     for entry in importlib.metadata.entry_points(group=ENTRY_POINTS):
         yield f"the entry point {entry.name} = {entry.value}", entry.load
 
