@@ -95,7 +95,7 @@ class SlotDecoder(Decoder):
         return {"serial_blocks": next(blocks for blocks in range(most, 0, -1) if slots % blocks == 0)}
 
     @property
-    def block(self) -> int:
+    def block_tokens(self) -> int:
         """The most tokens of a serial block, all of which one forward pass may commit."""
         return self.block_slots * self.slot_size
 
@@ -131,7 +131,7 @@ class SlotDecoder(Decoder):
             SlotState,
             layout,
             keys,
-            self.block,
+            self.block_tokens,
             cache=kv.prefill(model, layout.given, self.chunk),
             work=work.replace(phase=zeros + PLAN),
             block=zeros,
@@ -143,7 +143,7 @@ class SlotDecoder(Decoder):
         )
 
     def sizes(self, model: LanguageModel, rows: int) -> Sizes:
-        return Sizes.of(model, rows, self.width, self.block, self.budget, self.slot_size)
+        return Sizes.of(model, rows, self.width, self.block_tokens, self.budget, self.slot_size)
 
     def scored(self, model: LanguageModel, rows: int) -> int:
         return self.sizes(model, rows).portion
@@ -161,7 +161,7 @@ class SlotDecoder(Decoder):
         mask = jnp.full((1, 1, 1), self.ids.mask_id)
         masks = Part(plan_block, mask, is_plan | needs.masks, always, ~needs.masks)
         feed = pack(drafts, masks, self.candidates(s.work), self.width)
-        hidden, index, new = run(model, s.cache, feed, self.visible(s.work, feed), shape, sizes, self.block)
+        hidden, index, new = run(model, s.cache, feed, self.visible(s.work, feed), shape, sizes, self.block_tokens)
         fold_in = jax.vmap(jax.random.fold_in)
         draws = fold_in(s.keys, s.rounds), fold_in(s.keys, s.rounds - 1), s.settings
         of_drafts, of_masks = read(model, hidden, index, feed, draws, self.ids, sizes)
@@ -240,7 +240,7 @@ class SlotDecoder(Decoder):
         goes_on = is_finished & ~is_over
         return s.replace(
             cache=kv.commit(s.cache, count),
-            record=s.record.append(feed.tokens[:, : self.block], feed.positions[:, : self.block], count),
+            record=s.record.append(feed.tokens[:, : self.block_tokens], feed.positions[:, : self.block_tokens], count),
             active=~is_over,
             block=s.block + goes_on,
             remaining=select(goes_on, following.size > 0, remaining),
