@@ -70,9 +70,10 @@ def test_every_shipped_config_fits_its_topologies_and_hardly_waits_for_others(na
     if scatters and config_of(name, variant).mesh.data == 1:
         assert record["blocking_all_reduces"] == 0, record
     sums = sum(c["bytes"] for c in record["collectives"] if c["kind"] == "all-reduce" and not c["overlapped"])
-    share = sums / find_chip(topology).ici_bandwidth / record["roofline_seconds"]
-    most = {"v6e:16x16": 0.02}.get(topology, 0.01 if scatters else 0.08)  # half of a gradient, but a step of 0.5 s
-    assert share <= most or name == "quickstart", record  # a step of which takes 40 us
+    seconds = sums / find_chip(topology).ici_bandwidth
+    # Of 8B two copies sum for 7.4 ms on v6e, however short the rest of the step is.
+    most = max(0.01 * record["roofline_seconds"], 0.0075) if scatters else 0.08 * record["roofline_seconds"]
+    assert seconds <= most or name == "quickstart", record  # a step of which takes 40 us
 
 
 @pytest.mark.slow
