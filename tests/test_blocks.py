@@ -106,9 +106,11 @@ def test_masks_of_card_lie_in_the_tail_and_are_as_many_as_drawn():
     assert len(counts) > 5
 
 
-def test_weights_of_card_are_the_recursion_of_the_paper():
+@pytest.mark.parametrize("own_mask", [True, False])
+def test_weights_of_card_are_the_recursion_of_the_paper(own_mask):
+    corrupt = soft_tail if own_mask else card.SoftTail(MASK, tail=1.5, beta=1.0, decay=0.5, own_mask=False).corrupt
     for seed in range(3):
-        batch = soft_tail(SOFT_ROWS, jax.random.split(jax.random.key(seed), 1))
+        batch = corrupt(SOFT_ROWS, jax.random.split(jax.random.key(seed), 1))
         masked = np.asarray(batch.inputs[0]) == MASK
         total, labels = {}, sum(RESPONSE)
         for n, segment in enumerate(SEGMENTS):
@@ -118,7 +120,7 @@ def test_weights_of_card_are_the_recursion_of_the_paper():
             total[n] = own + 0.5 * before
         expected = np.zeros(24)
         for n in np.flatnonzero(RESPONSE):
-            expected[n - 1] = 1 / (1 + total[n]) / labels
+            expected[n - 1] = 1 / (1 + total[n if own_mask else n - 1]) / labels
         np.testing.assert_allclose(batch.weights["mdm"][0], expected, rtol=1e-6)
         labelled = expected > 0
         np.testing.assert_array_equal(batch.labels[0][labelled], np.arange(6, 30)[labelled])
