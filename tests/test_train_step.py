@@ -138,7 +138,7 @@ def test_a_batch_with_what_is_no_token_trains_nothing_and_ends_the_run(part):
 
     graphdef, params = nnx.split(tiny_model())
     step_fn = jax.jit(make_train_step(graphdef, Odd(), optax.sgd(0.1), lambda _: 0.1, 0, 1))
-    health, state, odd = Health(3), init_state(nnx.to_pure_dict(params), optax.sgd(0.1)), random_rows(0)
+    health, state, odd = Health(), init_state(nnx.to_pure_dict(params), optax.sgd(0.1)), random_rows(0)
     for step, rows in enumerate((dataclasses.replace(odd, tokens=np.where(odd.tokens == 7, 8, odd.tokens)), odd)):
         before, (state, metrics) = state, step_fn(state, rows)
         assert all(jax.tree.leaves(jax.tree.map(jnp.array_equal, before.params, state.params))) == (step == 1)
