@@ -33,7 +33,7 @@ COPIES = {"14b": 2, "32b": 2}
 # than computing everything again (16 of v6e's 31 GiB), 32B 15 % (49 of v5p's 95).
 REMAT = {"14b": "attention", "32b": "products"}
 
-# What is fastest on one slice: `plan` estimates steps of 8B that take 7 to 31 % less time.
+# What is fastest on one slice: `plan` estimates steps of 8B that take 7 to 23 % less time.
 SLICES = {
     f"{size},{topology}": settings
     for size, shape in SIZES.items()

@@ -62,17 +62,16 @@ def plan_8b(
 
 @pytest.mark.parametrize(("name", "variant", "topology"), shipped())
 def test_every_shipped_config_fits_its_topologies_and_hardly_waits_for_others(name, variant, topology):
-    """On v5p and v6e gradients are scattered while arithmetic runs; sums over copies block, and all on v4 and v5e."""
+    """Gradients are scattered and summed during the arithmetic on v6e, and scattered so on v5p; other sums block."""
     record = plan_of(name, variant, topology)
     assert record["fits"], record
     assert record["gathers_by_all_reduce"] == 0, record
-    scatters = topology.startswith(("v5p", "v6e"))
-    if scatters and config_of(name, variant).mesh.data == 1:
+    is_v6e, scatters = topology.startswith("v6e"), topology.startswith(("v5p", "v6e"))
+    if is_v6e or (scatters and config_of(name, variant).mesh.data == 1):
         assert record["blocking_all_reduces"] == 0, record
     sums = sum(c["bytes"] for c in record["collectives"] if c["kind"] == "all-reduce" and not c["overlapped"])
     seconds = sums / find_chip(topology).ici_bandwidth
-    # Of 8B two copies sum for 7.4 ms on v6e, however short the rest of the step is.
-    most = max(0.01 * record["roofline_seconds"], 0.0075) if scatters else 0.08 * record["roofline_seconds"]
+    most = (0.01 if scatters else 0.08) * record["roofline_seconds"]
     assert seconds <= most or name == "quickstart", record  # a step of which takes 40 us
 
 
@@ -81,7 +80,7 @@ def test_every_shipped_config_fits_its_topologies_and_hardly_waits_for_others(na
     ("slice", "faster"),
     [
         *[("v5p:2x2x4", 1.15), ("v5p:2x4x4", 1.13), ("v5p:4x4x4", 1.14), ("v5e:16x16", 1.14)],
-        *[("v6e:4x8", 1.06), ("v6e:8x8", 1.19), ("v6e:16x16", 1.3), ("v4:2x4x4", 1.07)],
+        *[("v6e:4x8", 1.06), ("v6e:8x8", 1.18), ("v6e:16x16", 1.29), ("v4:2x4x4", 1.07)],
         ("tpu7x:4x4x4", 1.11),
     ],
 )
