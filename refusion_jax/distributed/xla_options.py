@@ -20,9 +20,9 @@ v5p, v6e        So that the weights arrive during the arithmetic, the SparseCore
 v5p, v6e        The SparseCores scatter the gradients, too, instead of an all-reduce of all of them on every chip, which
                 moves twice the bytes and blocks: 31.8 GB per step of 8B, 3 % of its time on v5p:2x4x4, 6 % on v6e:4x8.
                 They do so over several axes of the torus ("nd"), without which nothing is scattered on v5p, nor on
-                square slices of v6e, where it takes 2 % (4x4) to 8 % (16x16) of a step of 8B.
+                square slices of v6e: 2 % of a step of Llama 3.1 8B on v6e:4x4, 10 % of 8B as shipped on v6e:16x16.
 v6e             The SparseCores sum gradients over copies of the weights during the arithmetic, and what a barrier of
-                recomputation separates may be fused: 1 and 0.5 % of a step with two copies on v6e:8x8.
+                recomputation separates may be fused: each 0.5 % of a step with two copies on v6e:8x8.
 """
 
 import importlib.metadata
