@@ -58,7 +58,8 @@ DUMP = ["plan", "--hlo=none", "--topology=v5e:2x2"]
 
 BAD = {
     "unknown key": ([*TRAIN, NEW, "--config.learning_rat=1"], "--config.learning_rat is not a config key; did you"),
-    "unknown flag": ([*TRAIN, "--wrokdir=x"], "Unknown command line flag 'wrokdir'"),
+    "unknown flag": ([*TRAIN, "--wrokdir=x"], "Unknown command line flag 'wrokdir'. Did you mean: workdir ?\n"),
+    "unknown flag like one of absl's": ([*PLAN, "--workdir=x"], "Unknown command line flag 'workdir'\n"),
     "wrong type": ([*TRAIN, NEW, "--config.steps=many"], "config.steps"),
     "argument that is no flag": ([*TRAIN, NEW, "steps=3"], "unexpected argument 'steps=3': every setting is a --flag"),
     "no config file": (["train", "--config=configs/quick.py", NEW], "--config=configs/quick.py: no such file; here"),

@@ -79,6 +79,10 @@ def parse_with_config(
         raise
     except BaseException as error:  # a config file is the user's own program, and may raise anything
         fault = config_fault(argv[1:], names() if names else ())
+        if isinstance(error, flags.UnrecognizedFlagError):  # absl would suggest its own, too
+            ours = [name for name in values if not values.find_module_defining_flag(name).startswith("absl.")]
+            close = difflib.get_close_matches(error.flagname, [*ours, "help", "flagfile"])
+            error = flags.UnrecognizedFlagError(error.flagname, suggestions=close)
         is_ours = isinstance(error, flags.Error | UserError)
         raise fault or (
             error if is_ours else UserError(f"{config_flag(argv)}: {type(error).__name__}: {error}")
