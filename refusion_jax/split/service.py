@@ -5,7 +5,6 @@ import socket
 import ssl
 import threading
 import time
-from typing import NoReturn
 
 from refusion_jax.checkpoints.weights import Reader
 from refusion_jax.cli.errors import UserError, first_line
@@ -67,12 +66,13 @@ class LayerService:
 
     def _converse(self, connection: socket.socket) -> None:
         hello, _ = frames.receive(connection)
-        if not isinstance(hello, frames.Hello) or len(hello.session) != 16:
-            raise UserError("a device must introduce itself first")
-        self._check(hello)
+        if hello.version != frames.VERSION:
+            raise UserError(f"it speaks version {hello.version}, the server {frames.VERSION}")
+        if hello.stamp != self._stamp:
+            raise UserError("it has another model, or another --dtype")
         connection.settimeout(_KEEP)  # a device that lost power would otherwise keep its memory forever
         if not hello.layers:
-            self._be_measured(connection)
+            return self._be_measured(connection)
         session = self._find(hello, connection)
         try:
             self._serve_session(session, hello, connection)
@@ -96,24 +96,11 @@ class LayerService:
                 if result := session.deal(message):
                     frames.send(connection, result)
 
-    def _check(self, hello: frames.Hello) -> None:
-        if hello.version != frames.VERSION:
-            raise UserError(f"it speaks version {hello.version}, the server {frames.VERSION}")
-        if hello.stamp != self._stamp:
-            raise UserError("it has another model, or another --dtype")
-        if hello.layers >= self._layers:
-            raise UserError(f"--layers={hello.layers}: the model has {self._layers}")
-        if hello.codec not in CODECS:
-            raise UserError(f"--codec={hello.codec[:20]}: unknown")
-
-    def _be_measured(self, connection: socket.socket) -> NoReturn:
-        """Answers probes until the device ends the connection."""
+    def _be_measured(self, connection: socket.socket) -> None:
+        """Answers probes until the device takes its leave."""
         machine = measure(self._config, *self._precision)
         frames.send(connection, frames.Welcome(0, machine.fixed, machine.each))
-        while True:
-            probe, _ = frames.receive(connection)
-            if not isinstance(probe, frames.Probe) or probe.answer > frames.LARGEST // 2:
-                raise UserError("this device only measures")
+        while isinstance(probe := frames.receive(connection)[0], frames.Probe):
             frames.send(connection, frames.Probe(0, bytes(probe.answer)))
 
     def _find(self, hello: frames.Hello, connection: socket.socket) -> DeviceSession:
