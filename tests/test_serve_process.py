@@ -5,7 +5,6 @@ import concurrent.futures
 import contextlib
 import functools
 import http.client
-import itertools
 import json
 import os
 import re
@@ -15,17 +14,15 @@ import subprocess
 import sys
 import threading
 import time
-import types
 
 import httpx
 import pytest
 import uvicorn
 from conftest import ROOT, environment, run, start
-from helpers import http_server, wait_until
+from helpers import wait_until
 from starlette.testclient import TestClient
 
 from refusion_jax import DecodeSettings, load_model, load_tokenizer
-from refusion_jax.benchmarks import _soak
 from refusion_jax.cli.errors import Failure
 from refusion_jax.decoding.requests import Answer
 from refusion_jax.distributed.host import listen
@@ -166,33 +163,6 @@ def test_requests_arrive_at_random_and_goodput_is_the_share_in_time(trained_run)
     (load,) = [json.loads(line) for line in out.splitlines() if line.startswith("{")]
     assert (load["requests"], load["goodput"]) == (12, 1)
     assert 0 < load["first_ms"] <= load["whole_ms"]
-
-
-def test_clients_of_all_kinds_tell_wrong_answers_from_right_ones(monkeypatch):
-    """Of a server that says something else to every fifth request, and refuses what is none."""
-    asked, ticks = [], itertools.count()
-    clock = types.SimpleNamespace(monotonic=lambda: next(ticks) / 100, sleep=time.sleep)  # 120 requests, at any speed
-    monkeypatch.setattr(_soak, "time", clock)
-
-    def answer(path, _, body):
-        if path != "/v1/completions":
-            return 200, b"{}"
-        asked.append(body)
-        if len(body) > 1000 or not body.startswith(b'{"prompt": "Is'):
-            return 400, b"{}"
-        text = "other" if len(asked) % 5 == 4 else "same"
-        said = json.dumps({"choices": [{"text": text}], "usage": {"completion_tokens": 1}}).encode()
-        return 200, b"data: " + said + b"\n\ndata: [DONE]\n\n" if b'"stream": true' in body else said
-
-    with http_server(answer) as address:
-        host, port = address.removeprefix("http://").split(":")
-        record = _soak.soak((host, int(port)), os.getpid(), 3, 0.02, [{"prompt": f"Is {i}?"} for i in range(3)])
-    seen = record["seen"]
-    assert set(seen) <= {"whole", "stream", "hang up", "malformed", "large", "wrong: whole 200", "wrong: stream 200"}
-    assert seen["whole"] > seen["wrong: whole 200"] > 0
-    assert sum(seen.values()) == len(asked) - 3
-    assert len(record["memory_mib"]) == 3
-    assert 0 < record["health_ms"] <= record["health_ms_most"]
 
 
 HEADERS = {"Content-Type": "application/json"}

@@ -20,15 +20,15 @@ from refusion_jax.cli.errors import Failure
 
 
 @contextlib.contextmanager
-def serving(*given: str) -> Iterator[tuple[tuple[str, int], int]]:
-    """(host, port) and process id of `serve`, started with these flags, while the context lasts."""
+def serving(*given: str) -> Iterator[tuple[str, int]]:
+    """(host, port) of `serve`, started with these flags, while the context lasts."""
     line = [sys.executable, "-m", "refusion_jax.serve", *given]
     with subprocess.Popen(line, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True) as process:
         told = re.search(r"([^/ ]+):(\d+)/v1$", process.stdout.readline())
         if not told:
             raise Failure(f"the server did not start: exit code {process.wait()}")
         try:
-            yield (told[1], int(told[2])), process.pid
+            yield told[1], int(told[2])
         finally:
             process.send_signal(signal.SIGTERM)
 
@@ -37,8 +37,7 @@ def serving(*given: str) -> Iterator[tuple[tuple[str, int], int]]:
 class Seen:
     """What a client saw of an answer."""
 
-    status: int
-    text: str  # or the error
+    text: str
     tokens: int
     first: float  # seconds to the first text
     whole: float  # seconds to the end
@@ -64,10 +63,7 @@ def ask_all(
             own.connection = http.client.HTTPConnection(*address, timeout=600)
         if times:  # over a new connection, since the server closes idle ones
             own.connection.close()
-        seen = ask(own.connection, json.dumps(body).encode(), body["stream"])
-        if seen.status != 200:
-            raise Failure(f"the server answers {seen.status}: {seen.text[:300]}")
-        return seen
+        return ask(own.connection, body)
 
     with concurrent.futures.ThreadPoolExecutor(clients) as pool:
         for number, body in enumerate(bodies):
@@ -77,24 +73,22 @@ def ask_all(
     return [one.result() for one in asked]
 
 
-def ask(connection: http.client.HTTPConnection, body: bytes, is_stream: bool = False, hangs_up: bool = False) -> Seen:
-    """What a client sees of the answer to a request for completions; one that hangs up reads only the first line."""
+def ask(connection: http.client.HTTPConnection, body: dict[str, Any]) -> Seen:
+    """What a client sees of the answer to a request for completions; Failure if the server refuses it."""
     text, tokens, first = "", 0, None
     began = time.perf_counter()
-    connection.request("POST", "/v1/completions", body, {"Content-Type": "application/json"})
+    connection.request("POST", "/v1/completions", json.dumps(body), {"Content-Type": "application/json"})
     answer = connection.getresponse()
-    is_answer = answer.status == 200
-    for line in answer if is_answer and is_stream else [b"data: " + answer.read()]:
-        if is_answer and line.startswith(b"data: {"):
+    if answer.status != 200:
+        raise Failure(f"the server answers {answer.status}: {answer.read(300).decode(errors='replace')}")
+    for line in answer if body["stream"] else [b"data: " + answer.read()]:
+        if line.startswith(b"data: {"):
             event = json.loads(line.removeprefix(b"data: "))
             text += "".join(choice["text"] for choice in event["choices"])
             first = first or (time.perf_counter() if text else None)
             tokens = (event.get("usage") or {}).get("completion_tokens", tokens)
-        if hangs_up:
-            break
     ended = time.perf_counter()
-    text = text if is_answer else line.removeprefix(b"data: ").decode(errors="replace")
-    return Seen(answer.status, text, tokens, (first or ended) - began, ended - began)
+    return Seen(text, tokens, (first or ended) - began, ended - began)
 
 
 def arrivals(count: int, rate: float, room: int, most: int) -> tuple[list[float], list[dict[str, Any]]]:

@@ -3,17 +3,12 @@
   python -m refusion_jax.bench serve --checkpoint=runs/quickstart --setup='refusion slot_size=4'
   python -m refusion_jax.bench serve --size=small --new_tokens=64 --clients=8,32 --setup=sequential
   python -m refusion_jax.bench serve --size=small --new_tokens=256 --rate=2 --slo_first_ms=500 --slo_between_ms=50
-  python -m refusion_jax.bench serve --checkpoint=runs/quickstart --clients=200 --minutes=10
 
 The checkpoint is a run on the built-in problems (configs/quickstart.py), or one step of it; without one the weights are
 random and never end an answer. A real server decodes held-out problems for --clients clients, each of which asks for
 one answer after the other; first they wait for whole answers, then they read streams. Before each repeat this process
 decodes the same prompts without a server: of_decode is the server's rate relative to that. Clients are threads of this
 process: they use the server's cores, but not its device.
-
-With --minutes clients of all kinds send requests for that long; some hang up or send malformed requests. `seen` counts
-their outcomes, including "wrong" and "lost" answers, by comparison with the answer each request gets alone; health_ms
-is how long /health takes in the meantime, and memory_mib what the server holds in each third of the time.
 
 With --rate streamed requests arrive at random times instead (a Poisson process), with lengths like those of ShareGPT;
 goodput is the share whose first text and later tokens came in time.
@@ -33,7 +28,6 @@ from rich.console import Console
 from rich.table import Table
 
 from refusion_jax.benchmarks._clients import Seen, arrivals, ask_all, serving
-from refusion_jax.benchmarks._soak import soak
 from refusion_jax.benchmarks.decode import SIZES, random_model, read_setup, timed
 from refusion_jax.checkpoints.contents import load_tokenizer
 from refusion_jax.checkpoints.load import load_model
@@ -64,7 +58,6 @@ def define_flags(own: flags.FlagValues) -> None:
     flags.DEFINE_float("rate", 0.0, "Requests per second, at random times; not with --clients", 0.0, flag_values=own)
     flags.DEFINE_float("slo_first_ms", 1000.0, "With --rate: target for the first text", 0.0, flag_values=own)
     flags.DEFINE_float("slo_between_ms", 100.0, "With --rate: target for each later token", 0.0, flag_values=own)
-    flags.DEFINE_float("minutes", 0.0, "Send requests of all kinds for this long", 0.0, flag_values=own)
     method = next(iter(default_system().decoders))
     flags.DEFINE_string("setup", method, "A decoder and settings of its own", flag_values=own)
 
@@ -80,13 +73,7 @@ def main(own: flags.FlagValues) -> None:
         method, *settings = own.setup.split()
         settings += [f"method={method}", f"batch_size={own.rows}", f"max_new_tokens={own.new_tokens}"]
         flags_given = [f"--checkpoint={checkpoint}", "--port=0", *(f"--decode.{setting}" for setting in settings)]
-        address, pid = stack.enter_context(serving(*flags_given))
-        if own.minutes:
-            queries = [problem.query for problem in tasks.MIXTURE.problems("test", 16, seed=0)]
-            bodies = [{"prompt": query, "max_tokens": own.new_tokens} for query in queries]
-            bodies += [body | {"temperature": 1.5} for body in bodies]
-            record = soak(address, pid, max(clients), own.minutes, bodies)
-            return print(json.dumps({"benchmark": "serve"} | record))
+        address = stack.enter_context(serving(*flags_given))
         records = [_at_rate(address, own)] if own.rate else [*_by_clients(address, checkpoint, clients, own)]
     shown = {name: title for name, title in _SHOWN.items() if name in records[0]}
     table = Table(*shown.values())
