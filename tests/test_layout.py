@@ -89,7 +89,7 @@ def test_files_say_what_they_are_for():
 
 
 # Generated code is run, when the user says so, in a process that is shut in; drills and comparisons start runs.
-STARTS_PROCESSES = ("evaluation.sandbox", "training.faults", "benchmarks.headline.runs", "benchmarks._clients")
+STARTS_PROCESSES = ("evaluation.sandbox", "training.faults", "benchmarks.headline.runs", "benchmarks.serve")
 
 
 def test_data_is_never_run_as_code():
