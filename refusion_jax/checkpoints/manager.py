@@ -99,16 +99,12 @@ class Checkpoints(contextlib.AbstractContextManager):
         self._under_way, self._failed = None, 0
         self.passed_over.pop(step, None)
         if jax.process_index() == 0:
-            self._tidy_up(step)
+            try:  # if this fails, the new one is still whole
+                checksums.write_unlisted(self._directory / str(step), "late.")  # metadata that Orbax writes at the end
+                self._retain(step)
+            except Exception as error:  # noqa: BLE001  each store has errors of its own
+                logging.warning("checkpoint %d is saved, but not what follows a save: %s", step, first_line(error))
         return True
-
-    def _tidy_up(self, step: int) -> None:
-        """Lists late metadata of Orbax, and removes old checkpoints. If this fails, the new one is still whole."""
-        try:
-            checksums.write_unlisted(self._directory / str(step), "late.")
-            self._retain(step)
-        except Exception as error:  # noqa: BLE001  each store has errors of its own
-            logging.warning("checkpoint %d is saved, but not what follows a save: %s", step, first_line(error))
 
     @contextlib.contextmanager
     def _failing(self, step: int) -> Iterator[None]:

@@ -212,15 +212,9 @@ def _ask(lm: EvaluatedModel, plan: Plan, tasks: Sequence[Task | Group], rehearsa
             num_fewshot=plan.num_fewshot,
             apply_chat_template=lm.chat,
             confirm_run_unsafe_code=plan.allow_code_execution,
-            task_manager=_manager(),
+            task_manager=TaskManager(include_path=[PINNED], include_defaults=False),  # the default takes seconds
             bootstrap_iters=0 if rehearsal else 1000,
         )
-
-
-@functools.cache
-def _manager() -> TaskManager:
-    """A task manager for tasks that are already loaded; creating lm_eval's takes seconds."""
-    return TaskManager(include_path=[PINNED], include_defaults=False)
 
 
 def run_tasks(lm: EvaluatedModel, plan: Plan, tasks: Sequence[Task | Group]) -> dict[str, Any]:

@@ -64,7 +64,7 @@ class DeviceSession:
     def _forward(self, message: frames.Forward) -> None:
         """Writes the keys and values of the fed tokens; the result is the inputs of the output head for them."""
         cache = self.batch if self.new is None else self.new
-        packing, arrays, is_fed = self._read(message, _rows_of(cache))
+        packing, arrays, is_fed = self._read(message, jax.tree.leaves(cache)[0].shape[1])
         x, cache = self.batches.run(ForwardJob(self.upper, packing, cache, arrays))
         if self.new is None:
             self.batch = cache
@@ -86,10 +86,6 @@ class DeviceSession:
         if message.visible:
             visible = np.unpackbits(np.frombuffer(message.visible, np.uint8), count=B * T * T) > 0
         return packing, (x, positions, visible.reshape(B, T, T), length, fed), is_fed
-
-
-def _rows_of(cache: KeyValues) -> int:
-    return jax.tree.leaves(cache)[0].shape[1]
 
 
 @functools.partial(jax.jit, donate_argnums=0)

@@ -111,17 +111,14 @@ class Session(contextlib.ExitStack):
             return now.step % every == 0 or now.is_end
 
         if self._run.held_out and is_due(config.eval.every):
-            self._evaluate(now)
+            with self.pause("evaluate", step=now.step), self.watchdog.paused():
+                now.evaluated |= jax.block_until_ready(self._run.held_out(now.state.weights))
         if self._run.tasks and is_due(config.eval.tasks_every):
             self._score_tasks(now)
         self._log(now)
         self._health.after_step(now)
         if is_due(config.checkpoint.every) or now.is_preempted:
             self._save(now)
-
-    def _evaluate(self, now: Now) -> None:
-        with self.pause("evaluate", step=now.step), self.watchdog.paused():
-            now.evaluated |= jax.block_until_ready(self._run.held_out(now.state.weights))
 
     def _score_tasks(self, now: Now) -> None:
         def alive() -> None:
