@@ -36,8 +36,6 @@ class SkippedBatches:
         self.windows: list[tuple[int, int]] = []
         if self._path.exists():
             self.windows = read_json(self._path, list[tuple[int, int]])
-            if any(not 0 <= first < last for first, last in self.windows):
-                raise UserError(f"{self._path} cannot be read: windows must be [first, last], first < last")
 
     def batch_of(self, step: int) -> int:
         """The index of the batch that comes after so many steps."""
