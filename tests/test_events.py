@@ -101,15 +101,6 @@ def test_a_log_that_cannot_be_read_is_not_an_empty_one(tmp_path):
         read_log(tmp_path / "events.jsonl")
 
 
-def test_steps_of_no_number_and_lines_that_stand_there_twice_are_no_event(tmp_path):
-    none = event(3, "steps", first=1, last=0, seconds=1, data_seconds=0)
-    (tmp_path / events.FILE).write_text(2 * f"{json.dumps(STRAIGHT[0])}\n" + f"{json.dumps(none)}\n")
-    assert events.read_events(tmp_path) == STRAIGHT[:1]
-    out, err = run("goodput", f"--workdir={tmp_path}")
-    assert out.startswith("goodput 0.0% of 0 min 0 s in 1 session")
-    assert (len(out.splitlines()), err) == (1, "")
-
-
 def test_nothing_that_can_be_accounted_for_is_no_error():
     assert events.account([])["goodput"] == 0.0
     assert events.account([event(5, "init", seconds=1)])["total"] == 0.0  # its start was lost
@@ -174,6 +165,8 @@ def test_a_real_run_is_accounted_for_to_the_second(trained_run):
 def test_junk_between_events_costs_no_other(tmp_path):
     lines = [json.dumps(e) for e in STRAIGHT]
     junk = [
+        lines[0],  # again
+        json.dumps(event(3, "steps", first=1, last=0, seconds=1, data_seconds=0)),  # of no step
         f'{{"time": 1{"0" * 400}, "event": "save"}}',
         "{}",
         "[]",

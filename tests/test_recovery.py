@@ -27,7 +27,7 @@ from test_checkpoints import make_state
 from refusion_jax import UserError
 from refusion_jax.checkpoints.run_directory import saved_steps
 from refusion_jax.distributed import preemption
-from refusion_jax.training import recovery, train_step
+from refusion_jax.training import recovery
 from refusion_jax.training.events import read_events
 from refusion_jax.training.faults import RunUnderTest, full_disk
 from refusion_jax.training.loop import Now, RollBack
@@ -99,15 +99,6 @@ def test_a_state_that_must_not_be_saved_is_named(value):
     state = state.replace(params=state.params | {name: broken})
     with pytest.raises(RollBack, match=r"step 5 left \['weight'\]"):
         Health().before_save(after(5, state=state))
-
-
-def test_the_guard_counts_what_does_not_count():
-    guard = train_step.Guard(jnp.float32(2.0), jnp.int32(50), jnp.int32(4), jnp.int32(0))
-    for is_good, loss, spike_free in ((True, 2.5, True), (False, jnp.nan, False)):
-        after = guard.after(jnp.asarray(is_good), jnp.float32(loss))
-        assert (int(after.skipped) == 4) == spike_free
-        assert (int(after.in_a_row) == 0) == spike_free
-        assert np.isfinite(after.loss_mean)
 
 
 @pytest.mark.thorough

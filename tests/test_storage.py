@@ -150,18 +150,6 @@ def test_a_file_is_written_whole_with_its_mode_through_links_and_nothing_else_is
     assert stat.S_ISCHR(os.stat("/dev/null").st_mode)
 
 
-def test_a_pipe_is_written_through(tmp_path):
-    pipe = tmp_path / "pipe"
-    os.mkfifo(pipe)
-    heard = []
-    listener = threading.Thread(target=lambda: heard.append(pipe.read_text()))
-    listener.start()
-    storage.write_file(pipe, "through")
-    listener.join(300)
-    assert heard == ["through"]
-    assert pipe.is_fifo()
-
-
 def test_a_name_may_be_as_long_as_the_file_system_takes(tmp_path):
     for name in ("x" * 255, "\U0001f600" * 63):
         storage.write_file(tmp_path / name, "whole")

@@ -178,7 +178,6 @@ def test_the_newer_api_calls_and_hears_results_as_chats_do(client, address):
     assert again.output_text == chat.message.content
     for given, message in (
         ({"tools": [{"type": "web_search"}]}, "tools.0.type: "),
-        ({"tool_choice": "required"}, "tool_choice: required needs tools"),
         ({"input": [{"type": "reasoning"}]}, "input.0: must be a message, a "),
         ({"input": [heard | {"output": 3}]}, "input.0.function_call_output.output: "),
     ):
