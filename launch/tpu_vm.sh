@@ -5,7 +5,7 @@
 #   create    requests the TPU (a queued resource) and waits until it is ready
 #   setup     copies this project to all workers and installs it
 #   run       creates and sets up what is missing, starts `train` with the flags after -- on all workers, and watches it:
-#             a preempted TPU is created again and the run resumed, until it is complete
+#             a preempted TPU is created again and the run resumed, until it is complete; one that runs there saves first
 #   resume    continues to watch the last `run` of NAME, and restarts it if it is not running
 #   logs      what `train` prints (--worker=0)
 #   delete    lets the run save a checkpoint, then deletes the TPU
@@ -13,6 +13,7 @@
 #   --zone=Z --accelerator=TYPE (v4-32, v5litepod-64, v5p-64, v6e-32 ...) --project=P --slices=N --spot
 #   --runtime=VERSION (that of the accelerator's generation)
 #   --internal-ip, --tunnel-through-iap: how gcloud reaches workers without external addresses
+#     (several workers it reaches only with the key in an agent: ssh-add ~/.ssh/google_compute_engine)
 #   --alpha calls `gcloud alpha`, for flags that exist only there
 #   any other --flag=value goes to `gcloud compute tpus queued-resources create` as it is: --reserved, --service-account=A,
 #   --network=N, --subnetwork=N, --internal-ips, --labels=K=V; --type=v5p --topology=4x4x4 in place of --accelerator, with
@@ -118,10 +119,19 @@ gcloud_() { # gcloud compute tpus queued-resources VERB NAME ..., in the right p
   fi
 }
 
-on_all() { # runs launch/worker.sh COMMAND on all workers of all slices; the exit code is that of the first that has not 0
+everywhere() { # runs a line on all workers of all slices; the exit code is that of the first that has not 0
+  local said code
+  # gcloud (528) ends with 0 also where it has reached no worker, as of a TPU that is gone.
+  said=$(gcloud_ ssh "$name" --node=all --worker=all --command="echo reached; $1")
+  code=$?
+  if [ -n "$dry_run" ]; then echo "$said"; elif ((code == 0)) && [[ $said != *reached* ]]; then code=255; fi
+  return "$code"
+}
+
+on_all() { # runs launch/worker.sh COMMAND on all workers
   local quoted
   printf -v quoted '%q ' bash refusion_jax/launch/worker.sh "$@"
-  gcloud_ ssh "$name" --node=all --worker=all --command="${quoted% }"
+  everywhere "${quoted% }"
 }
 
 get_state() { # sets state; NONE if there is no such TPU
@@ -183,8 +193,7 @@ setup() {
   [ -n "$dry_run" ] || COPYFILE_DISABLE=1 tar -czf "$folder/$archive" --exclude=__pycache__ refusion_jax configs launch requirements.txt pyproject.toml README.md LICENSE || exit 1
   for ((tries = 0; tries < 10; tries++)); do # a new machine takes a while to answer
     if gcloud_ scp "$folder/$archive" "$name:$archive" --node=all --worker=all &&
-      gcloud_ ssh "$name" --node=all --worker=all \
-        --command="mkdir -p refusion_jax && tar -xzf $archive -C refusion_jax && bash refusion_jax/launch/worker.sh install"; then
+      everywhere "mkdir -p refusion_jax && tar -xzf $archive -C refusion_jax && bash refusion_jax/launch/worker.sh install"; then
       if [ -z "$dry_run" ]; then rm -rf "$folder"; fi
       return
     fi

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # What launch/tpu_vm.sh runs on every worker of a TPU, detached, so that a lost connection ends nothing.
 #   install        into .venv, with TPU support, the versions of requirements.lock
-#   start FLAGS    `train FLAGS` in the background; one that is still running is killed first
+#   start FLAGS    `train FLAGS` in the background; one that still runs has ten minutes to save a checkpoint and end
 #   wait           until it ends: its exit code, or 254 if it is gone without one (the machine was restarted)
 #   lost           75 if it should be started again, 254 if it was killed or is gone without an exit code, else 0
 #   stop           as a preemption does: one checkpoint, then the end
@@ -15,13 +15,19 @@ is_running() {
 
 case ${1:-} in
   install)
-    if [ ! -x .venv/bin/python ] && ! python3 -c 'import sys; sys.exit(sys.version_info < (3, 11))'; then
+    if [ ! -x .venv/bin/pip ] && ! python3 -c 'import sys; sys.exit(sys.version_info < (3, 11))'; then
+      rm -rf .venv # an interrupted `uv venv` has no pip
       python3 -m pip install --quiet --user uv && python3 -m uv venv --quiet --seed --python 3.11 .venv || exit 1
     fi
     source launch/install.sh "[tpu]" launch/requirements.lock
     ;;
   start)
     shift
+    if is_running; then kill -TERM "$(cat train.pid)"; fi
+    for ((i = 0; i < 600; i++)); do
+      if ! is_running; then break; fi
+      sleep 1
+    done
     if is_running; then kill -KILL "$(cat train.pid)"; fi
     rm -f train.exit train.pid
     nohup setsid bash launch/worker.sh job "$@" >>train.log 2>&1 </dev/null &

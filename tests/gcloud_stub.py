@@ -1,7 +1,8 @@
 """Stands for `gcloud` on PATH: notes every call, and answers from a script or with real processes on this machine.
 
 In $GCLOUD_STUB: calls.jsonl (written); answers.json (optional): for describe, ssh wait ... the exit codes and outputs
-to give, one a call; without it a TPU of one worker is the folder vm/, and remote commands run there.
+to give, one a call, null as an output where no worker is reached; without it a TPU of one worker is the folder vm/, and
+remote commands run there.
 """
 
 import json
@@ -26,7 +27,9 @@ if script.exists():
     answers = json.loads(script.read_text())
     code, text = answers[verb].pop(0) if answers.get(verb) else (0, "")
     script.write_text(json.dumps(answers))
-    print(text, file=sys.stderr if code else sys.stdout)
+    if text is not None:
+        print("reached" if command else text)
+        print(text, file=sys.stderr)
     sys.exit(code)
 
 vm, state = HOME / "vm", HOME / "state"

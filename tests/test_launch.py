@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 from conftest import QUICK_COMPILE, ROOT, TINY_RUN
-from helpers import computed, wait_for_steps
+from helpers import computed, wait_for_steps, wait_until
 
 from refusion_jax.training.events import account, read_events
 from refusion_jax.training.metrics import read_metrics
@@ -64,14 +64,20 @@ def calls(gcloud) -> list[list[str]]:
 
 
 def remote(*command: str) -> list[str]:
-    return ["ssh", "tpu", *ALL, "--command=" + " ".join(["bash refusion_jax/launch/worker.sh", *command]), PLACE]
+    return [
+        "ssh",
+        "tpu",
+        *ALL,
+        "--command=echo reached; " + " ".join(["bash refusion_jax/launch/worker.sh", *command]),
+        PLACE,
+    ]
 
 
 SET_UP = [
     ["scp", "ARCHIVE", "tpu:refusion_jax.tgz", *ALL, PLACE],
     [
         *("ssh", "tpu", *ALL),
-        "--command=mkdir -p refusion_jax && tar -xzf refusion_jax.tgz -C refusion_jax && "
+        "--command=echo reached; mkdir -p refusion_jax && tar -xzf refusion_jax.tgz -C refusion_jax && "
         "bash refusion_jax/launch/worker.sh install",
         PLACE,
     ],
@@ -140,9 +146,10 @@ def test_flex_start_by_a_topology_is_asked_of_gcloud_alpha(gcloud):
     assert "create tpu --node-id=tpu --runtime-version=v2-alpha-tpuv6e " + " ".join(asked) in lines[1]
 
 
-def test_a_preempted_tpu_is_created_again_and_the_run_resumed(gcloud):
+@pytest.mark.parametrize("wait", [(255, "ssh: no route to host"), (0, None)])  # gcloud ends so where no node is left
+def test_a_preempted_tpu_is_created_again_and_the_run_resumed(gcloud, wait):
     there, gone = (0, "ACTIVE"), (0, "SUSPENDED")
-    answer(gcloud, describe=[there, gone, gone, ABSENT, there], wait=[(255, "ssh: no route to host"), (0, "")])
+    answer(gcloud, describe=[there, gone, gone, ABSENT, there], wait=[wait, (0, "")])
     out, _ = tpu_vm(gcloud, "run", "tpu", *ASKED, "--", *TRAIN)
     assert "tpu is SUSPENDED: creating it again" in out
     again = [SEEN, SEEN, DELETED, SEEN, [*CREATED, PLACE], SEEN, *SET_UP, STARTED, remote("wait")]
@@ -213,6 +220,32 @@ def test_a_worker_installs_the_locked_versions_once_and_again_after_a_failure_or
     later = time.time() + 9
     os.utime(tmp_path / "launch" / "requirements.lock", (later, later))
     assert install() == (0, [lock, project])
+
+
+def test_a_worker_with_an_old_python_begins_again_after_an_interrupted_uv(tmp_path):
+    shutil.copytree(ROOT / "launch", tmp_path / "launch")
+    for file in [".venv/bin/python", *(f"path/python3{minor}" for minor in ("", ".13", ".12", ".11"))]:
+        (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / file).write_text('#!/bin/sh\n[ $1 = -m ] && [ ! -e .venv ] && echo "$*" >>calls\n')
+        (tmp_path / file).chmod(0o755)
+    env = os.environ | {"PATH": f"{tmp_path / 'path'}:/usr/bin:/bin"}
+    subprocess.run(["bash", str(tmp_path / "launch" / "worker.sh"), "install"], env=env, timeout=60)
+    calls = (tmp_path / "calls").read_text().splitlines()
+    assert calls == ["-m pip install --quiet --user uv", "-m uv venv --quiet --seed --python 3.11 .venv"]
+
+
+def test_a_worker_that_is_started_again_lets_the_run_save_first(tmp_path):
+    shutil.copytree(ROOT / "launch", tmp_path / "launch")
+    python = tmp_path / ".venv" / "bin" / "python"  # trains until it is told to save
+    python.parent.mkdir(parents=True)
+    python.write_text("#!/bin/sh\ntrap 'echo saved; exit 75' TERM\necho training; while :; do sleep 0.1; done\n")
+    python.chmod(0o755)
+    line, log = ["bash", str(tmp_path / "launch" / "worker.sh")], tmp_path / "train.log"
+    for starts in (1, 2):
+        subprocess.run([*line, "start"], check=True, timeout=60)
+        wait_until(lambda n=starts: log.read_text().count("training") == n)
+    subprocess.run([*line, "stop"], check=True, timeout=60)
+    assert log.read_text() == "training\nsaved\n" * 2
 
 
 def test_what_was_asked_for_is_remembered(gcloud):
