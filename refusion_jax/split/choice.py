@@ -87,7 +87,7 @@ class Setup:
     server: Machine
     rtt: float  # seconds
     bandwidth: float  # bytes per second
-    memory: float  # bytes for weights and cache on the device, at most
+    memory: float  # bytes for weights and cache on the device, at most; infinite without a limit, as is the latency
     latency: float  # seconds of an answer, at most
     prompt: int  # tokens
     new_tokens: int
@@ -125,7 +125,7 @@ class Setup:
             for weights, cache, codec, fed in itertools.product(PRECISIONS, PRECISIONS, CODECS, decoder.typical):
                 weight_bytes, token_bytes = self._weight_bytes(layers, weights), layers * of_layer[cache]
                 parts, answer = self.seconds(layers, codec, decoder.typical[fed], fed)
-                room = int(max(self.memory - weight_bytes, 0) // token_bytes)
+                room = int(min(max(self.memory - weight_bytes, 0) / token_bytes, 2**31))
                 memory = weight_bytes + (self.prompt + self.new_tokens) * token_bytes
                 found.append(Candidate(layers, weights, cache, codec, fed, room, memory, parts, answer))
         return found

@@ -14,6 +14,7 @@ that it chose instead. The last line on stderr says what crossed the link.
 
 import dataclasses
 import functools
+import math
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -56,8 +57,8 @@ def define_flags(own: flags.FlagValues) -> None:
     flags.DEFINE_integer("layers", None, "Layers that this device holds; the server has the rest", 1, flag_values=own)
     automatic = "Measure the device and the link, and choose --layers, --weights, --cache and --codec"
     flags.DEFINE_bool("auto", False, automatic, flag_values=own)
-    flags.DEFINE_float("device_memory", 1e6, "With --auto: GiB for weights and cache", 1e-6, flag_values=own)
-    flags.DEFINE_float("latency", 1e6, "With --auto: seconds that an answer may take", 1e-6, flag_values=own)
+    flags.DEFINE_float("device_memory", None, "With --auto: GiB for weights and cache, at most", 1e-6, flag_values=own)
+    flags.DEFINE_float("latency", None, "With --auto: seconds that an answer may take", 1e-6, flag_values=own)
     codecs = "Hidden states on the link: exact; int8; adaptive: as few bits as keep the error within 0.2 RMS"
     flags.DEFINE_enum("codec", "exact", [*CODECS], codecs, flag_values=own)
     flags.DEFINE_float("patience", 60.0, "Seconds to wait for a lost server to come back", 1, 86400, flag_values=own)
@@ -125,8 +126,8 @@ def choose_flags(
         server=server,
         rtt=rtt,
         bandwidth=bandwidth,
-        memory=own.device_memory * 2**30,
-        latency=own.latency,
+        memory=(own.device_memory or math.inf) * 2**30,
+        latency=own.latency or math.inf,
         prompt=max(len(request.given[0]) for request in requests),
         new_tokens=decoder.new_tokens,
         itemsize=jnp.dtype(own.dtype).itemsize,

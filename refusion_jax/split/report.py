@@ -3,6 +3,7 @@
 import dataclasses
 import itertools
 import json
+import math
 from typing import Any
 
 from absl import flags
@@ -18,14 +19,14 @@ flags.disclaim_key_flags()  # they belong to the calling command, and are in its
 
 _GIB = 2**30
 _LAYERS = 1024  # each has some hundred candidates
-# For each flag: its default, its help, and its lower limit.
+# For each flag: its default, its help, and its lower limit. Without a latency there is no limit; the others are needed.
 FLAGS = {
     "device_memory": (None, "GiB of memory on the device for weights and cache", 1e-6),
     "device_flops": (None, "GFLOP/s that the device reaches", 1e-6),
     "server": (None, "GFLOP/s that the server reaches", 1e-6),
     "bandwidth": (None, "Mbit/s of the link between them", 1e-6),
     "rtt": (None, "Milliseconds of the link's round trip", 0.0),
-    "latency": (1e6, "Seconds that an answer may take", 1e-6),
+    "latency": (None, "Seconds that an answer may take", 1e-6),
     "prompt_tokens": (32.0, "Tokens of a prompt", 1.0),
     "max_new_tokens": (128.0, "Tokens of an answer", 1.0),
 }
@@ -44,7 +45,7 @@ def choose_split(
 
     Raises UserError if a flag is missing, the decoder cannot run over two machines, or nothing is within the limits.
     """
-    if missing := [name for name in FLAGS if own[name].value is None]:
+    if missing := [name for name in FLAGS if own[name].value is None and name != "latency"]:
         raise UserError(f"--{' and --'.join(missing)}: needed with --what=split")
     if not 2 <= config.num_hidden_layers <= _LAYERS:
         raise UserError(f"--config.model.num_hidden_layers={config.num_hidden_layers}: 2 to {_LAYERS:,} can be cut")
@@ -52,7 +53,7 @@ def choose_split(
     if method not in on_link:
         raise UserError(f"--decode.method={method}: does not run over two machines; {', '.join(on_link)} do")
     device, server = (Machine.of_flops(config, flops * 1e9) for flops in (own.device_flops, own.server))
-    link, limits = (own.rtt / 1e3, own.bandwidth * 1e6 / 8), (own.device_memory * _GIB, own.latency)
+    link, limits = (own.rtt / 1e3, own.bandwidth * 1e6 / 8), (own.device_memory * _GIB, own.latency or math.inf)
     setup = Setup(config, device, server, *link, *limits, int(own.prompt_tokens), int(own.max_new_tokens), itemsize)
     fitting, chosen, binds = setup.choose(on_link[method])
     speeds = {}
