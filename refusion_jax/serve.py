@@ -98,6 +98,7 @@ def main() -> None:
     listening = listen(_HOST.value, _PORT.value)
     keep_for_user()
 
+    print(f"loading {checkpoint}", file=sys.stderr)  # where a log is, this may be all that it says for a minute
     model = load_for(checkpoint, settings, _DTYPE.value, mesh)
     engine = Engine(model, settings, rows, prefix_cache=_PREFIXES.value and _PREFIXES.value << 20)
     host, port, *_ = listening.getsockname()

@@ -163,7 +163,8 @@ def serving(*flags: str, directory: Path = ROOT) -> Iterator[str]:
         yield re.fullmatch(r"serving .* at (http://\S+)/v1\n", line)[1]
         process.send_signal(signal.SIGINT)
         _, err = process.communicate(timeout=300)
-        assert (process.returncode, err) == (130, "error: interrupted\n")
+        assert process.returncode == 130
+        assert re.fullmatch("loading .*\nerror: interrupted\n", err), err
     finally:
         process.kill()
 

@@ -48,6 +48,7 @@ def test_keys_origins_and_a_log(trained_run, monkeypatch, own):
     flags += ["--decode.max_new_tokens=8", *own]
     server = start("serve", "--port=0", f"--checkpoint={trained_run}", *flags)
     try:
+        assert server.stderr.readline() == f"loading {trained_run}\n"
         address = re.search(r"http://\S+(?=/v1)", server.stdout.readline())[0]
         assert httpx.get(f"{address}/health", headers={"Host": "proxy.example"}).status_code == 200
         for path in ("/v1/models", "/metrics", "/version", "/none"):
@@ -107,7 +108,7 @@ def test_a_server_of_several_is_ready_when_it_says_so_and_answers_what_it_has_be
                 wait_until(lambda: httpx.get(f"{address}/health").json()["decoding"])
                 os.kill(server, signal.SIGTERM)
                 assert len(answer.result().json()["choices"]) == 64
-            assert shell.communicate() == ("", "")
+            assert shell.communicate() == ("", f"loading {trained_run}\n")
             assert shell.returncode == 0
         finally:
             with contextlib.suppress(ProcessLookupError):
