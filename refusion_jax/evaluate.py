@@ -35,10 +35,18 @@ import sys
 from pathlib import Path
 
 import jax
+import numpy as np
 from absl import flags
 from etils import epath
 
-from refusion_jax.checkpoints.contents import choose_method, copy_stamp, load_tokenizer, locate, weights_stamp
+from refusion_jax.checkpoints.contents import (
+    choose_method,
+    copy_stamp,
+    load_tokenizer,
+    locate,
+    read_model_config,
+    weights_stamp,
+)
 from refusion_jax.checkpoints.load import load_for, load_model
 from refusion_jax.cli import command, flag_values
 from refusion_jax.cli.errors import UserError, needs
@@ -51,7 +59,7 @@ from refusion_jax.distributed.processes import check_same, together
 from refusion_jax.distributed.sharding import local_mesh
 from refusion_jax.distributed.storage import write_file
 from refusion_jax.evaluation import heldout
-from refusion_jax.evaluation.likelihood import held_out_bits, spread
+from refusion_jax.evaluation.likelihood import held_out_bits, longest_scored, spread
 from refusion_jax.systems.api import all_settings, own_settings
 from refusion_jax.systems.registry import system_of
 
@@ -132,6 +140,9 @@ def measure(checkpoint: epath.Path, data: str) -> dict:
         raise UserError(
             f"--data={data}: was made with another tokenizer than that of {checkpoint}; prepare it with that"
         )
+    some = spread(min(len(rows), _LIMIT.value or len(rows)), len(rows))
+    if has_likelihood:
+        check_lengths(checkpoint, method, rows, some)
     mesh = local_mesh(data=_DATA.value, tensor=_TENSOR.value)
     model = load_model(checkpoint, _DTYPE.value, mesh, command.given().get("weights", "same"))
     measured = {}
@@ -141,9 +152,19 @@ def measure(checkpoint: epath.Path, data: str) -> dict:
             config.update({"row_length": rows.row_length, "eval": {"rows": _LIMIT.value or 0}})
             measured |= heldout.evaluate_model(config, model, [rows])
         if has_likelihood:
-            some = spread(min(len(rows), _LIMIT.value or len(rows)), len(rows))
             measured |= held_out_bits(model, tokenizer, (rows[i] for i in some), method=method, **_scoring())
     return measured
+
+
+def check_lengths(checkpoint: epath.Path, method: str, rows: PreparedRows, some: list[int]) -> None:
+    """Refuses texts in some of the rows that are longer than the model reads, before anything is measured."""
+    most = longest_scored(read_model_config(checkpoint), method)
+    for number in some if rows.row_length > most else ():
+        if (longest := np.bincount(rows[number]["segment_ids"])[1:].max()) > most:
+            raise UserError(
+                f"--data={rows.path}: row {number} holds a text of {longest} tokens, and {checkpoint} reads {most}: "
+                f"prepare it with --row_length={most}"
+            )
 
 
 def _scoring() -> dict:

@@ -6,7 +6,7 @@ import json
 import jax
 import numpy as np
 import pytest
-from conftest import MASK, TINY_RUN, config_with, run, tiny_config, tiny_model
+from conftest import MASK, TINY_RUN, config_with, refused, run, tiny_config, tiny_model
 from flax import nnx
 from helpers import Letters, evaluate_on_two
 from local_task import GENERATE
@@ -312,6 +312,17 @@ def test_settings_that_scoring_has_no_use_for_are_refused(trained_run, prepared,
     found = held_out(trained_run, prepared, tmp_path / "out", "--decode.slot_size=4", "--limit=3", "--decode.seed=1")
     assert found["slot_size"] == 4
     assert found["eval_bits_per_byte_is_bound"] is False
+
+
+def test_texts_longer_than_the_model_reads_are_refused_before_anything_else_is_looked_at(trained_run, tmp_path):
+    (tmp_path / "data.jsonl").write_text(json.dumps({"text": "It is so. " * 200}))
+    tokenizer, data = f"--tokenizer={trained_run}/tokenizer.model", f"{tmp_path}/rows"
+    run("prepare", f"--input={tmp_path}/data.jsonl", tokenizer, "--row_length=128", f"--output={data}")
+    flags = [f"--checkpoint={trained_run}", f"--data={data}", f"--output={tmp_path}/out", "--mesh.data=99"]
+    said = (
+        f"--data={data}: row 0 holds a text of 128 tokens, and {trained_run}/checkpoints/60 reads 64: prepare it with"
+    )
+    assert f"error: {said} --row_length=64\n" == refused("evaluate", *flags)
 
 
 @pytest.mark.parametrize("kind", ["loglikelihood_rolling", "multiple_choice"])

@@ -74,7 +74,7 @@ class EvaluatedModel(TemplateLM):
         self.thinking = self.tokenizer.thinking if self.thinking is None else self.thinking
         self.scoring = self.scoring or {}
         self._room = self.model.config.max_position_embeddings
-        self._scored = longest_scored(self.model, self.method)
+        self._scored = longest_scored(self.model.config, self.method)
         self._identity = [self.name, self.fingerprint, tokenizer_hash(self.tokenizer)]
         self.known: dict[str, dict[str, Any]] = self.journal.records
         self.known_before = set(self.known)

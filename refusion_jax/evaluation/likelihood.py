@@ -27,6 +27,7 @@ from refusion_jax.distributed import sharding
 from refusion_jax.distributed.processes import fetch
 from refusion_jax.evaluation.hosts import exchange, own_share
 from refusion_jax.model.interface import LanguageModel
+from refusion_jax.model.shape import ModelConfig
 from refusion_jax.systems.interface import ScoredText, ScoredTokens, System
 from refusion_jax.systems.registry import default_system, system_of
 
@@ -188,10 +189,10 @@ def documents(
     return prompts, responses
 
 
-def longest_scored(model: LanguageModel, method: str = "") -> int:
+def longest_scored(config: ModelConfig, method: str = "") -> int:
     """The most tokens of a prompt and its continuation; the last token is not input of a left-to-right model."""
     scoring = (system_of(method) if method else default_system()).scoring
-    return model.config.max_position_embeddings + bool(scoring and scoring.needs_prompt)
+    return config.max_position_embeddings + bool(scoring and scoring.needs_prompt)
 
 
 def _checked(model, method, prompts, continuations, slot_size, order="left_to_right", draws=0, seed=0) -> list[tuple]:
@@ -206,7 +207,7 @@ def _checked(model, method, prompts, continuations, slot_size, order="left_to_ri
         prompt, continuation = (whole_numbers(f"text {number}", given) for given in (prompt, continuation))
         if ids := prompt + continuation:
             check_tokens(f"text {number}", ids, c.num_tokens)
-        if len(ids) > longest_scored(model, method):
+        if len(ids) > longest_scored(c, method):
             raise UserError(
                 f"text {number}: has {len(ids)} tokens, and the model reads {c.max_position_embeddings}: shorten it"
             )
