@@ -105,8 +105,9 @@ def main() -> None:
     flag_values.check_output("output", output, directory=True)
     checkpoint = locate(epath.Path(_CHECKPOINT.value)).path
     with together():
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)  # with several processes JAX handles it, for training to save
         check_same("the newest step of --checkpoint (name one: DIR/checkpoints/STEP)", checkpoint.name)
+        # JAX, which is in use now, handles it for training to save, and libtpu to print a stack.
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
         if jax.process_count() > 1:
             check_same(f"the model in --checkpoint={checkpoint}", copy_stamp(checkpoint))
         results = measure(checkpoint, _PREPARED.value) if _PREPARED.value else evaluate(checkpoint, output)
