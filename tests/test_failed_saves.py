@@ -7,6 +7,7 @@ import re
 import threading
 
 import pytest
+from conftest import tiny_model
 from helpers import python
 from test_checkpoints import put
 
@@ -15,6 +16,7 @@ from refusion_jax.checkpoints import manager as checkpoints_module
 from refusion_jax.checkpoints.manager import Checkpoints
 from refusion_jax.checkpoints.run_directory import TEMPORARY, saved_steps
 from refusion_jax.cli.errors import Failure
+from refusion_jax.model import huggingface
 
 
 def test_a_full_disk_costs_a_warning_and_the_next_save_is_whole(tmp_path, full_disk, caplog, capfd):
@@ -32,6 +34,14 @@ def test_a_full_disk_costs_a_warning_and_the_next_save_is_whole(tmp_path, full_d
     assert saved_steps(tmp_path) == [1, 3]
     with Checkpoints(tmp_path, 3):  # what was being written when it failed is cleared away
         assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["1", "3"]
+
+
+def test_a_full_disk_is_told_with_the_file_of_hugging_face_that_was_written(tmp_path, full_disk):
+    full_disk(100)
+    with pytest.raises(Failure, match=rf"^{tmp_path}/model-00001-of-00001.safetensors: .*File too large"):
+        huggingface.save(tiny_model(), tmp_path)
+    full_disk(-1)
+    assert not list(tmp_path.iterdir())
 
 
 def test_too_many_failed_saves_stop_the_run_in_one_line(tmp_path, full_disk):

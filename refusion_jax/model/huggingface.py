@@ -12,9 +12,10 @@ import numpy as np
 from etils import epath
 from flax import nnx
 from flax.traverse_util import flatten_dict, unflatten_dict
+from safetensors import SafetensorError
 from safetensors.numpy import save_file
 
-from refusion_jax.cli.errors import UserError
+from refusion_jax.cli.errors import Failure, UserError, first_line
 from refusion_jax.cli.progress import track
 from refusion_jax.distributed.storage import replacing, write_file
 from refusion_jax.model.families import NAMES
@@ -159,7 +160,10 @@ def save(model: Transformer, path: epath.PathLike, objective: str | None = None)
         with replacing(path / file) as temporary:
             temporary.touch()
             mode = temporary.stat().st_mode  # the umask's; safetensors would let only the user read it
-            save_file({name: tensors[name][1]() for name in names}, temporary, metadata={"format": "pt"})
+            try:
+                save_file({name: tensors[name][1]() for name in names}, temporary, metadata={"format": "pt"})
+            except SafetensorError as error:  # of a full disk
+                raise Failure(f"{path / file}: {first_line(error)}") from error
             temporary.chmod(mode)
         weight_map |= dict.fromkeys(names, file)
     total = sum(size for size, _ in tensors.values())
