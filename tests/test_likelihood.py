@@ -9,7 +9,7 @@ import pytest
 from conftest import MASK, PROMPTS, sharp_model, tiny_model
 
 from refusion_jax import UserError, log_likelihood
-from refusion_jax.evaluation.likelihood import likelihoods
+from refusion_jax.evaluation.likelihood import likelihoods, token_scores
 from refusion_jax.model.key_values import KeyValues
 from refusion_jax.systems.interface import ScoredText
 from refusion_jax.systems.refusion.likelihood import slot_scoring
@@ -67,6 +67,18 @@ def test_left_to_right_models_sum_to_one_as_well():
     model = tiny_model(vocab_size=8, num_tokens=5, max_position_embeddings=3)
     nats = log_likelihood(model, [[3]] * len(texts), texts, method="ar")
     assert abs(np.exp(nats).sum() - 1) < 1e-5
+
+
+@pytest.mark.parametrize("top", [1, 5, 40])
+def test_the_most_probable_tokens_of_a_place_are_those_of_the_model(top):
+    model, text = sharp_model(), [*PROMPTS[2], 7, 12, 28]
+    (scores,) = token_scores(model, [text[:8]], [text[8:]], "ar", 1, top)
+    for last, score in enumerate(scores, 7):
+        tokens = np.pad(text, (0, LENGTH - len(text)))
+        expected = np.array(_log_probabilities(model, tokens, np.arange(LENGTH), last))
+        ids, found = zip(*score.best, strict=True)
+        assert ids == (*np.argsort(-expected, kind="stable")[: min(top, 30)],)
+        np.testing.assert_allclose([score.log_p, *found], expected[[text[last + 1], *ids]], atol=1e-4)
 
 
 def test_it_is_the_product_of_one_token_after_the_other():

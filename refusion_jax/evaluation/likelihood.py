@@ -220,8 +220,7 @@ class TokenScore:
     """The likelihood of one token of a text."""
 
     log_p: float  # nats, given what is committed before it
-    best: int  # the most probable token in its place
-    best_log_p: float
+    best: list[tuple[int, float]]  # the most probable tokens in its place and their log p, the best first
 
 
 def token_scores(
@@ -230,25 +229,29 @@ def token_scores(
     continuations: Sequence[Sequence[int]],
     method: str,
     slot_size: int,
+    top: int = 1,
 ) -> list[list[TokenScore]]:
     """The terms of `log_likelihood` with slots in text order: for each text, one per token of its continuation.
 
-    Raises UserError as `log_likelihood`, and if the likelihood of single tokens is not known.
+    `top` is how many of the most probable tokens are told; programs are compiled for it. Raises UserError as
+    `log_likelihood`, and if the likelihood of single tokens is not known.
     """
     system = system_of(method)
     if system.scoring is None or system.scoring.is_bound:
         raise UserError(f"the likelihood of a token is not known for {system.name} models")
     texts = _checked(model, method, prompts, continuations, slot_size)
     scores: list[list[TokenScore]] = [[] for _ in texts]
-    for (number, _), fed, (log_p, _, best, best_log_p) in _scored(model, system, texts, slot_size, "left_to_right"):
+    for (number, _), fed, (log_p, _, *best) in _scored(model, system, texts, slot_size, "left_to_right", top=top):
         labelled = np.flatnonzero(fed.weights)
         in_text_order = labelled[np.argsort(fed.places[labelled])]
-        scores[number] = [TokenScore(float(log_p[i]), int(best[i]), float(best_log_p[i])) for i in in_text_order]
+        scores[number] = [
+            TokenScore(float(log_p[i]), [*zip(*(x[i].tolist() for x in best), strict=True)]) for i in in_text_order
+        ]
     return scores
 
 
 def _scored(
-    model, system, texts, slot_size, order, draws=1, seed=0, keys=None
+    model, system, texts, slot_size, order, draws=1, seed=0, keys=None, top=0
 ) -> Iterator[tuple[tuple[int, int], ScoredTokens, list[np.ndarray]]]:
     """((number of a text, draw), what is fed, its `log_probabilities`), for all texts of `_checked` but empty ones."""
     keys, fed = range(len(texts)) if keys is None else keys, {}
@@ -268,7 +271,7 @@ def _scored(
     packed = fit([len(item) for item in items], T)
     for rows in (packed[at : at + B] for at in range(0, len(packed), B)):
         with jax.set_mesh(mesh):
-            arrays = fetch(log_probabilities(graphdef, params, _lay_out(items, rows, B, T)))
+            arrays = fetch(log_probabilities(graphdef, params, _lay_out(items, rows, B, T), top))
         for row, numbers in enumerate(rows):
             at = 0
             for number in numbers:
@@ -289,9 +292,12 @@ def _lay_out(items: Sequence[ScoredTokens], rows: list[list[int]], B: int, T: in
     return arrays
 
 
-@functools.partial(jax.jit, static_argnums=0)
-def log_probabilities(graphdef: nnx.GraphDef, params: Any, a: dict[str, jax.Array]) -> tuple[jax.Array, ...]:
-    """(log p(label), whether it is the most probable token, that token, its log p), [B, T], of `_lay_out`'s arrays."""
+@functools.partial(jax.jit, static_argnums=(0, 3))
+def log_probabilities(graphdef: nnx.GraphDef, params: Any, a: dict[str, jax.Array], top: int) -> tuple[jax.Array, ...]:
+    """Scores the arrays of `_lay_out`: log p(label) and whether it is the most probable token, [B, T] each.
+
+    Then the `top` most probable tokens, the best first, and their log p, [B, T, top] each.
+    """
     model, (B, T) = nnx.merge(graphdef, params), a["tokens"].shape
     c = model.config
     x = model.hidden(a["tokens"], a["positions"], Visibility(a["segment"], a["rank"], a["group"]))
@@ -303,10 +309,11 @@ def log_probabilities(graphdef: nnx.GraphDef, params: Any, a: dict[str, jax.Arra
         logits = jnp.where(jnp.arange(c.vocab_size)[None, None] < c.num_tokens, logits, -jnp.inf)
         own = jnp.take_along_axis(logits, labels[..., None], axis=-1)[..., 0]
         total, most = jax.nn.logsumexp(logits, axis=-1), jnp.max(logits, axis=-1)
-        return own - total, own >= most, jnp.argmax(logits, axis=-1).astype(jnp.int32), most - total
+        best, ids = jax.lax.top_k(logits, min(top, c.num_tokens))
+        return own - total, own >= most, ids, best - total[..., None]
 
     def split(x):
         return x.reshape(B, blocks, T // blocks, *x.shape[2:]).swapaxes(0, 1)
 
     results = jax.lax.map(block, (split(x), split(a["labels"])))
-    return jax.tree.map(lambda x: x.swapaxes(0, 1).reshape(B, T), results)
+    return jax.tree.map(lambda x: x.swapaxes(0, 1).reshape(B, T, *x.shape[3:]), results)

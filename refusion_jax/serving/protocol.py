@@ -11,6 +11,7 @@ from refusion_jax.serving.strict import Strict
 _MOST_CHOICES = 1024  # answers in a response
 MOST_TOOLS = 128
 _MOST_STOPS, _LONGEST_STOP = 16, 256  # searched for in every row repeatedly
+MOST_SCORED = 20  # most probable tokens with their log-probabilities, as with OpenAI
 _ANY_OBJECT = {"type": "object"}
 
 
@@ -136,7 +137,10 @@ class Completion(_Body):
     )
     echo: bool = Field(False, description="Begin the answer with the prompt")
     logprobs: int | None = Field(
-        None, ge=0, le=1, description="1: with the most probable token at each place. Slots are scored in text order"
+        None,
+        ge=0,
+        le=MOST_SCORED,
+        description="With so many of the most probable tokens at each place. Slots are scored in text order",
     )
 
     @field_validator("prompt")
@@ -180,7 +184,9 @@ class Chat(_Body):
     messages: list[Message] = Field(min_length=1, max_length=MOST_PARTS)
     max_completion_tokens: int | None = Field(None, ge=0, le=2**24, description="Another name for max_tokens")
     logprobs: bool = Field(False, description="Slots are scored in text order")
-    top_logprobs: int = Field(0, ge=0, le=1, description="1: also the most probable token at each place")
+    top_logprobs: int = Field(
+        0, ge=0, le=MOST_SCORED, description="Also so many of the most probable tokens at each place"
+    )
     chat_template_kwargs: TemplateArguments = Field(default_factory=TemplateArguments)
     tools: list[Tool] = Field(default_factory=list, max_length=MOST_TOOLS, description="What the model may call")
     tool_choice: Literal["none", "auto", "required"] | NamedTool = Field(

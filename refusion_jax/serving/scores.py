@@ -12,7 +12,7 @@ from refusion_jax.decoding.settings import Settings
 from refusion_jax.evaluation.likelihood import TokenScore, token_scores
 from refusion_jax.model.interface import LanguageModel
 from refusion_jax.serving.engine import Choice
-from refusion_jax.serving.protocol import Chat, Completion
+from refusion_jax.serving.protocol import MOST_SCORED, Chat, Completion
 from refusion_jax.serving.writer import Delta
 
 
@@ -44,7 +44,9 @@ class Scorer:
         prompts = [one.prompt for one in choices]
         echoed = [prompt if echo else [] for prompt in prompts]
         contexts = [prompt[:1] for prompt in echoed] + prompts
-        scored = token_scores(self._model, contexts, [prompt[1:] for prompt in echoed] + [*answers], **self._how)
+        asked = body.top_logprobs if isinstance(body, Chat) else body.logprobs
+        how = self._how | {"top": MOST_SCORED if asked > 1 else 1}  # two programs, whatever clients ask for
+        scored = token_scores(self._model, contexts, [prompt[1:] for prompt in echoed] + [*answers], **how)
         parts = zip(choices, echoed, answers, scored[: len(choices)], scored[len(choices) :], strict=True)
         told = self._of_chat if isinstance(body, Chat) else self._of_completion
         return [
@@ -64,7 +66,7 @@ class Scorer:
                 start, run = at, []
             offsets.append(at)
             at, run = at + len(whole.decode(one)), [*run, token]
-        top = [one and self._top(one, token) for one, token in zip(scored, tokens, strict=True)]
+        top = [one and self._top(one, token, body.logprobs) for one, token in zip(scored, tokens, strict=True)]
         return {
             "tokens": [_text(one) for one in spelled],
             "token_logprobs": [one and one.log_p for one in scored],
@@ -76,19 +78,20 @@ class Scorer:
         def told(spelled: bytes, log_p: float) -> dict[str, Any]:
             return {"token": _text(spelled), "logprob": log_p, "bytes": [*spelled]}
 
-        best = [told(self._tokenizer.spelling(one.best), one.best_log_p) for one in scored]
         content = [
-            told(own, one.log_p) | {"top_logprobs": [other][: body.top_logprobs]}
-            for own, one, other in zip(self._spelled(tokens, not body.constraints), scored, best, strict=True)
+            told(own, one.log_p)
+            | {"top_logprobs": [told(self._tokenizer.spelling(id), p) for id, p in one.best[: body.top_logprobs]]}
+            for own, one in zip(self._spelled(tokens, not body.constraints), scored, strict=True)
         ]
         return {"content": content, "refusal": None}
 
-    def _top(self, score: TokenScore, token: int) -> dict[str, float]:
-        """The most probable token and the actual one; two with the same spelling are kept apart."""
-        text, best = (_text(self._tokenizer.spelling(id)) for id in (token, score.best))
-        if text == best and token != score.best:
-            best = f"token_id:{score.best}"
-        return {best: score.best_log_p, text: score.log_p}
+    def _top(self, score: TokenScore, token: int, most: int) -> dict[str, float]:
+        """The most probable tokens and the actual one; those with the same spelling are kept apart."""
+        told: dict[str, float] = {}
+        for id, log_p in [(token, score.log_p), *(one for one in score.best[:most] if one[0] != token)]:
+            text = _text(self._tokenizer.spelling(id))
+            told[f"token_id:{id}" if text in told else text] = log_p
+        return told
 
     def _spelled(self, tokens: list[int], begin: bool) -> list[bytes]:
         """What each token adds to their text; some tokenizers strip a text's leading space."""
