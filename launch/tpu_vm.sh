@@ -36,7 +36,7 @@ case $command in
   --help) sed -n '2,/^[^#]/s/^# \{0,1\}//p' launch/tpu_vm.sh && exit ;;
   *) fail "${command:-no command}: the first argument is one of create, setup, run, resume, logs, delete" ;;
 esac
-named='^[a-z]([-a-z0-9]*[a-z0-9])?$' shared=' --workdir=(gs:/)?/' # patterns; bash 3.2 takes them from variables alone
+named='^[a-z]([-a-z0-9]*[a-z0-9])?$' shared=' --workdir=(gs:/)?/' copied='^(configs|refusion_jax|launch)/' # patterns; bash 3.2 takes them from variables alone
 [[ $name =~ $named ]] || fail "${name:-no name}: the second argument names the TPU: a-z, 0-9 and -"
 shift 2
 
@@ -99,6 +99,8 @@ if [[ $command == run ]]; then
   [[ " ${flags[*]} " == *" --config="* ]] || fail "the flags of train come after --, and --config=configs/NAME.py is one of them"
   [[ " ${flags[*]} " =~ $shared ]] ||
     fail "--workdir=gs://BUCKET/DIR (or the absolute path of a mounted one) is needed after --: all workers share it, and it outlives them"
+  file=" ${flags[*]} " && file=${file#* --config=} && file=${file%%[: ]*} && file=${file#./}
+  [[ $file == /* || -f $file && $file =~ $copied ]] || fail "--config=$file: workers get only what is in configs/, and it is not there"
 fi
 
 remember() {
@@ -188,9 +190,10 @@ create() { # until the TPU is there; what is left of a preempted one is deleted 
 }
 
 setup() {
-  local archive=refusion_jax.tgz folder=/tmp tries
+  local archive=refusion_jax.tgz folder=/tmp tries pack
   if [ -z "$dry_run" ]; then folder=$(mktemp -d); fi
-  [ -n "$dry_run" ] || COPYFILE_DISABLE=1 tar -czf "$folder/$archive" --exclude=__pycache__ refusion_jax configs launch requirements.txt pyproject.toml README.md LICENSE || exit 1
+  pack=(tar -czf "$folder/$archive" --exclude=__pycache__ refusion_jax configs launch requirements.txt pyproject.toml README.md LICENSE)
+  if [ -n "$dry_run" ]; then echo "${pack[@]}"; else COPYFILE_DISABLE=1 "${pack[@]}" || exit 1; fi
   for ((tries = 0; tries < 10; tries++)); do # a new machine takes a while to answer
     if gcloud_ scp "$folder/$archive" "$name:$archive" --node=all --worker=all &&
       everywhere "mkdir -p refusion_jax && tar -xzf $archive -C refusion_jax && bash refusion_jax/launch/worker.sh install"; then
@@ -218,7 +221,10 @@ watch() { # until the run is complete or fails by itself
       75) echo "$name was interrupted, and goes on from its newest checkpoint" ;;
       254) echo "a machine of $name was lost" ;;
       255) echo "$name does not answer" ;;
-      *) return "$code" ;;
+      *)
+        if [ -z "$dry_run" ]; then echo "train has ended with exit code $code; what it said: bash launch/tpu_vm.sh logs $name"; fi
+        return "$code"
+        ;;
     esac
     get_state
     if [ "$state" != ACTIVE ]; then

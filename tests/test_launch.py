@@ -117,6 +117,8 @@ def test_dry_run_prints_the_calls_and_makes_none(gcloud):
     assert not (gcloud / "refusion_jax").exists()
     lines = [line for line in out.splitlines() if line.startswith("gcloud compute tpus queued-resources ")]
     assert [line.split()[4] for line in lines] == "describe create describe scp ssh ssh ssh".split()
+    packed = re.search(r"^tar -czf (\S+)", out, re.M)[1]
+    assert packed in lines[3]
     assert "--node-count=2 --node-prefix=tpu" in lines[1]
     assert all(line.rstrip().endswith("--zone=us-east5-a --project=p") for line in lines)
 
@@ -175,7 +177,8 @@ def test_what_is_started_again_and_what_is_not(gcloud, wait, lost, between):
 @pytest.mark.parametrize("code", [2, 1])
 def test_an_error_of_the_run_itself_is_never_tried_again(gcloud, code):
     answer(gcloud, describe=[(0, "ACTIVE")], wait=[(code, "")])
-    tpu_vm(gcloud, "run", "tpu", *ASKED, "--", *TRAIN, code=code)
+    out, _ = tpu_vm(gcloud, "run", "tpu", *ASKED, "--", *TRAIN, code=code)
+    assert f"train has ended with exit code {code}; what it said: bash launch/tpu_vm.sh logs tpu" in out
     asked = [remote("lost")] if code == 1 else []
     assert calls(gcloud) == [SEEN, *SET_UP, STARTED, remote("wait"), *asked]
 
@@ -278,6 +281,8 @@ def test_what_was_asked_for_is_remembered(gcloud):
         (["logs", "tpu", PLACE, "--reserved"], "--reserved: no such option of logs"),
         (["run", "tpu", *ASKED], "--config=configs/NAME.py is one of them"),
         (["run", "tpu", *ASKED, "--", "--config=c.py", "--workdir=runs/x"], "--workdir=gs://BUCKET/DIR"),
+        (["run", "tpu", *ASKED, "--", "--config=none.py:x", TRAIN[-1]], "--config=none.py: workers get only"),
+        (["run", "tpu", *ASKED, "--", "--config=tests/conftest.py", TRAIN[-1]], "--config=tests/conftest.py: workers"),
         (["resume", "tpu", PLACE], "no run of tpu is remembered"),
     ],
 )
