@@ -121,12 +121,13 @@ gcloud_() { # gcloud compute tpus queued-resources VERB NAME ..., in the right p
   fi
 }
 
-everywhere() { # runs a line on all workers of all slices; the exit code is that of the first that has not 0
+everywhere() { # runs a line on all workers of all slices; the exit code is that of the first that has not 0. Sets reached
   local said code
   # gcloud (528) ends with 0 also where it has reached no worker, as of a TPU that is gone.
   said=$(gcloud_ ssh "$name" --node=all --worker=all --command="echo reached; $1")
   code=$?
-  if [ -n "$dry_run" ]; then echo "$said"; elif ((code == 0)) && [[ $said != *reached* ]]; then code=255; fi
+  reached='' && if [[ $said == *reached* ]]; then reached=1; fi
+  if [ -n "$dry_run" ]; then echo "$said"; elif ((code == 0)) && [ -z "$reached" ]; then code=255; fi
   return "$code"
 }
 
@@ -236,6 +237,8 @@ watch() { # until the run is complete or fails by itself
       silent=0
     elif ((code != 255)); then
       on_all start "${flags[@]}"
+      silent=0
+    elif [ -n "$reached" ]; then # a connection of hours was lost
       silent=0
     elif ((++silent > 20)); then
       echo "error: $name is ACTIVE, but has not answered $silent times" >&2

@@ -37,15 +37,15 @@ def gcloud(tmp_path):
     return tmp_path
 
 
-def start(gcloud, *arguments: str) -> subprocess.Popen:
+def start(gcloud, *arguments: str, poll: str = "0.2") -> subprocess.Popen:
     env = os.environ | {"PATH": f"{gcloud / 'bin'}:{os.environ['PATH']}", "GCLOUD_STUB": str(gcloud)}
-    env |= {"POLL_SECONDS": "0.2", "XDG_STATE_HOME": str(gcloud), "PYTHONPATH": str(ROOT), "XLA_FLAGS": QUICK_COMPILE}
+    env |= {"POLL_SECONDS": poll, "XDG_STATE_HOME": str(gcloud), "PYTHONPATH": str(ROOT), "XLA_FLAGS": QUICK_COMPILE}
     line = ["bash", str(ROOT / "launch" / "tpu_vm.sh"), *arguments]
     return subprocess.Popen(line, env=env, cwd=gcloud, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
-def tpu_vm(gcloud, *arguments: str, code: int = 0) -> tuple[str, str]:
-    process = start(gcloud, *arguments)
+def tpu_vm(gcloud, *arguments: str, code: int = 0, poll: str = "0.2") -> tuple[str, str]:
+    process = start(gcloud, *arguments, poll=poll)
     out, err = process.communicate(timeout=300)
     assert process.returncode == code, out + err
     return out, err
@@ -172,6 +172,13 @@ def test_what_is_started_again_and_what_is_not(gcloud, wait, lost, between):
     answer(gcloud, describe=[(0, "ACTIVE")] * 2, wait=[(wait, ""), (0, "")], lost=[(lost, "")])
     tpu_vm(gcloud, "run", "tpu", *ASKED, "--", *TRAIN)
     assert calls(gcloud) == [SEEN, *SET_UP, STARTED, remote("wait"), *between, remote("wait")]
+
+
+@pytest.mark.parametrize(("text", "code", "said"), [("", 0, ""), (None, 1, "has not answered 21 times")])
+def test_connections_may_be_lost_as_often_as_they_are_made(gcloud, text, code, said):
+    answer(gcloud, describe=[(0, "ACTIVE")] * 30, wait=[(255, text)] * 22 + [(0, "")])
+    _, err = tpu_vm(gcloud, "run", "tpu", *ASKED, "--", *TRAIN, code=code, poll="0")
+    assert said in err
 
 
 @pytest.mark.parametrize("code", [2, 1])
