@@ -65,7 +65,7 @@ def test_bench_calibration_prints_every_run_and_every_generation_and_how_well_a_
     assert factors == {name: own.factor for name, own in calibrate(RUNS).items()}
     assert summary["runs"] >= 20
     assert summary["left_out_mean"] <= 0.04
-    assert summary["left_out_worst"] <= 0.1
+    assert summary["left_out_worst"] <= 0.09
 
 
 @pytest.mark.slow

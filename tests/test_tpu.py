@@ -128,10 +128,13 @@ def test_the_verdict_on_memory_is_that_of_a_full_compile_which_is_quick(plan):
 @pytest.mark.slow
 @pytest.mark.parametrize("topology", ["v5p:4x8x8", "v5p:16x16x16"])
 def test_more_copies_cost_a_chip_nothing(topology):
-    """Weak scaling from 32 chips to 256 and 4,096: weights split over 32 chips, and copies of that."""
+    """Weak scaling from 32 chips to 256 and 4,096: weights split over 32 chips, and copies of that.
+
+    Sums over copies add 7 to 10 % to the bytes that are sent, in 0.4 % of the time.
+    """
     few, many = (plan_8b(t, 2, mesh_fsdp=32, mesh_data=-1) for t in ("v5p:2x4x4", topology))
-    for key in ("flops_per_chip", "peak_hbm_gib", "collective_bytes_per_chip"):
-        assert many[key] <= 1.05 * few[key], key
+    for key in ("flops_per_chip", "peak_hbm_gib", "step_seconds"):
+        assert many[key] <= 1.02 * few[key], key
 
 
 @pytest.mark.slow

@@ -117,12 +117,14 @@ def write_runs(runs: Sequence[PublishedRun]) -> str:
 
 
 def compiled_again(run: PublishedRun) -> PublishedRun:
-    """The run with our program compiled and counted again."""
+    """The run with our program compiled and counted again; UserError if it does not fit."""
     config = default_config()
     config.update_from_flattened_dict(run.config)
     chip, devices = find_chip(run.topology), len(tpu_devices(run.topology, 1))
     config.batch_size = int(run.rows_per_chip * devices / chip.per_chip)
     compiled = compile_program(lower_train, (config.to_json(), run.topology, 1), memory_only=True)
+    if compiled.overrun or compiled.peak > chip.hbm_limit:  # the compiler would compute more, to need less memory
+        raise UserError(f"{run.name} does not fit: {compiled.peak / 2**30:.1f} GiB; another mesh or optimizer may")
     return dataclasses.replace(run, costs=summed(count(compiled.module, devices), run.topology))
 
 

