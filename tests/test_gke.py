@@ -121,6 +121,11 @@ def test_the_server_is_reached_watched_and_drained():
 
 
 @PODS
+def test_a_process_that_still_imports_its_packages_is_not_process_1_and_ends_on_sigterm(pod):
+    assert pod["shareProcessNamespace"]
+
+
+@PODS
 def test_our_own_flags_are_meant(pod, tmp_path):
     [container] = pod["containers"]
     *python, module = container["command"]
