@@ -23,13 +23,14 @@ from test_costs import LOOP
 from refusion_jax import UserError
 from refusion_jax.checkpoints.run_directory import write_model_config
 from refusion_jax.checkpoints.weights import save_params
-from refusion_jax.config import make_objective
+from refusion_jax.config import check_mesh, make_objective
 from refusion_jax.config.model import model_config
 from refusion_jax.distributed.chips import NAMES, find_chip, topology_of
+from refusion_jax.distributed.sharding import make_mesh
 from refusion_jax.distributed.xla_options import LIBTPU, version_mismatch
 from refusion_jax.model.transformer import Transformer
 from refusion_jax.planning import hlo
-from refusion_jax.planning.compiler import Compiled, libtpu_version, prepare_environment
+from refusion_jax.planning.compiler import Compiled, libtpu_version, prepare_environment, tpu_devices
 from refusion_jax.planning.fastest import faster_settings
 from refusion_jax.planning.programs import lower_decode
 from refusion_jax.planning.report import plan_train, to_table
@@ -220,6 +221,17 @@ def test_a_search_tries_the_whole_batch_at_once_and_what_the_config_does(rows_pe
     assert counts == tried * (len(counts) // len(tried))
     shared = [record["accumulation"] for record in told if "--config.mesh.tensor=4" in record["flags"].split()]
     assert (max(shared), min(shared)) == (4 * rows_per_chip, 1)  # one row at a time, of four chips
+
+
+@needs_topologies
+def test_a_search_that_no_mesh_can_run_says_why_and_not_that_chips_are_missing(monkeypatch):
+    def plan(config, topology, *_, **__):
+        check_mesh(config, make_mesh(config.mesh, tpu_devices(topology, 1)))
+
+    monkeypatch.setattr("refusion_jax.planning.search.plan_train", plan)
+    prepare_environment()
+    with pytest.raises(UserError, match="batch_size=32: does not divide into 256 parts"):
+        list(search(config_with(batch_size=32), "v5e:16x16", 1))
 
 
 @pytest.mark.parametrize(

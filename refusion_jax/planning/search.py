@@ -28,8 +28,8 @@ from refusion_jax.training.program import train_program
 
 
 def search(config: ml_collections.ConfigDict, topology: str, slices: int) -> Iterator[dict]:
-    """Yields the record of each candidate, with its "flags", as soon as it is known."""
-    devices = tpu_devices(topology, slices)
+    """Yields the record of each candidate, with its "flags", as soon as it is known; UserError if none can run."""
+    devices, fault, can_run = tpu_devices(topology, slices), None, False
     for mesh in _meshes(config, len(devices)):
         parts = shard_count(make_mesh(with_flags(config, mesh).mesh, devices), "batch")
         for remat in REMAT_POLICIES:
@@ -37,12 +37,15 @@ def search(config: ml_collections.ConfigDict, topology: str, slices: int) -> Ite
                 flags = {"remat": remat, "accumulation": accumulation} | mesh
                 try:
                     record = plan_train(with_flags(config, flags), topology, slices, memory_only=True)
-                except UserError:
-                    continue  # a size that this mesh does not divide
-                record["flags"] = as_flags(flags)
+                except UserError as error:  # a size that this mesh does not divide
+                    fault = fault or error
+                    continue
+                can_run, record["flags"] = True, as_flags(flags)
                 yield record
                 if not record["fits"]:
                     break  # more rows per forward would need more memory
+    if fault and not can_run:
+        raise fault
 
 
 def fix_for(config: ml_collections.ConfigDict, topology: str, slices: int) -> str:
