@@ -13,7 +13,7 @@ it again. Exit code 2 means that the input is at fault: it would fail again.
 
 Only one command at a time trains in DIR. It resumes from the newest intact checkpoint, ignoring damaged ones. The
 update of a step with a non-finite loss or gradient, or a loss spike (--config.guard.spike), is skipped; after ten
-in a row the run goes back to its last checkpoint and omits their rows.
+in a row, or all of a shorter run, it goes back to its last checkpoint and omits their rows.
 """
 
 import sys

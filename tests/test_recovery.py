@@ -21,7 +21,7 @@ import numpy as np
 import pytest
 from conftest import ROOT, TINY_RUN, run, start
 from etils import epath
-from helpers import computed, http_server, wait_for_steps, wait_until
+from helpers import computed, config_of_mine, http_server, wait_for_steps, wait_until
 from test_checkpoints import make_state
 
 from refusion_jax import UserError
@@ -115,6 +115,31 @@ def test_a_spike_is_left_out_and_several_roll_back_past_their_rows(tmp_path):
     out, _ = run("train", *TINY_RUN, f"--workdir={tmp_path}")  # without the limit it goes on, past those rows
     assert "step 20 of 60" in out
     assert read_metrics(tmp_path)[-1]["step"] == 60
+
+
+BROKEN = """class Broken(registry.find_system("ar").objective):
+    def corrupt(self, rows, keys):
+        batch = super().corrupt(rows, keys)
+        return batch.replace(weights={"ar": batch.weights["ar"] * float("nan")})
+
+
+own = {"objective": Broken, """
+
+
+def test_a_run_of_few_steps_does_not_end_well_if_none_of_them_counts(tmp_path):
+    (tmp_path / "mine.py").write_text(config_of_mine("ar").replace("own = {", BROKEN))
+    flags = [
+        f"--config={tmp_path}/mine.py",
+        *TINY_RUN[1:],
+        "--config.objective=mine",
+        "--config.steps=6",
+        "--config.row_length=64",
+    ]
+    _, err = run("train", *flags, f"--workdir={tmp_path}/run", code=2)
+    assert re.match(
+        r"error: training diverged: step 6 does not count \(loss nan, .* the last of 6 in a row; 3 roll", err
+    )
+    assert saved_steps(tmp_path / "run") == []
 
 
 FLAGS = [*TINY_RUN, "--config.checkpoint.every=1000"]

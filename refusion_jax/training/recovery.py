@@ -60,7 +60,8 @@ class SkippedBatches:
 class Health:
     """Checks every step, two steps late, so that devices never wait for the check."""
 
-    def __init__(self) -> None:
+    def __init__(self, steps: int = _MOST_SKIPS) -> None:
+        self._most = min(_MOST_SKIPS, steps)  # a run of fewer steps, none of which counts, must not end well
         self._pending: collections.deque[tuple[int, dict[str, jax.Array]]] = collections.deque()
         self._in_a_row = 0  # how many steps up to the newest checked one were skipped
 
@@ -97,7 +98,7 @@ class Health:
         why = f"step {step} does not count (loss {loss:.6g}, gradient norm {norm:.6g}{which})"
         if jax.process_index() == 0 and in_a_row == 1:
             command.say(f"{why}: its update is left out")
-        if in_a_row >= _MOST_SKIPS:
+        if in_a_row >= self._most:
             raise RollBack(step, f"{why}, the last of {in_a_row} in a row")
 
 

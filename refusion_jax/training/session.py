@@ -37,7 +37,7 @@ class Session(contextlib.ExitStack):
         super().__init__()
         self._run, config = run, run.config
         self._began = time.monotonic()
-        self._health = recovery.Health()
+        self._health = recovery.Health(config.steps)
         self.checkpoints = Checkpoints(run.workdir, config.checkpoint.keep)
         self.skipped = recovery.SkippedBatches(run.workdir)
         processes.check_same(f"{recovery.FILE} in --workdir", str(self.skipped.windows))
