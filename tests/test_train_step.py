@@ -10,11 +10,13 @@ import numpy as np
 import optax
 import pytest
 from conftest import MASK, causal, config_with, tiny_config, tiny_model
+from etils import epath
 from flax import nnx
 from helpers import load_config
 
 from refusion_jax.batch.batch import Batch
 from refusion_jax.batch.rows import Rows
+from refusion_jax.checkpoints.manager import Checkpoints
 from refusion_jax.cli.errors import SettingError, UserError
 from refusion_jax.config import make_objective
 from refusion_jax.config.model import model_config
@@ -85,6 +87,27 @@ def assert_same_training(a, b):
     moments = (state.opt_state[1][0].mu for _, state in (a, b))
     jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-3, atol=1e-5 * np.abs(x).max()), *moments)
     jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, atol=1e-4), a[1].params, b[1].params)
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", pytest.param("muon", marks=pytest.mark.thorough)])
+def test_a_first_moment_in_bfloat16_stays_so_through_a_checkpoint_and_costs_its_rounding(optimizer, tmp_path):
+    keys = {"optimizer": optimizer, "learning_rate": 1e-2, "schedule": "constant", "warmup_steps": 1}
+    (rounded, whole), exact = train(8, moment_dtype="bfloat16", **keys), train(8, **keys)
+    (program, mesh), where = program_of(moment_dtype="bfloat16", **keys), epath.Path(tmp_path)
+    with jax.set_mesh(mesh), Checkpoints(where, 1) as checkpoints:
+        state = program.initial_state()
+        for step in range(8):
+            state, _ = program.step(state, jax.device_put(random_rows(step), sharding.sharding(mesh)))
+            if step == 4:
+                checkpoints.save(5, state, {"next_row": 0}, last=True)
+                state, _ = checkpoints.restore(program.state)
+    jax.tree.map(np.testing.assert_array_equal, jax.device_get(state), whole)
+    kept = [(jax.tree_util.keystr(path), x.dtype) for path, x in jax.tree.leaves_with_path(whole.opt_state)]
+    assert {dtype for path, dtype in kept if ".mu[" in path} == {jnp.dtype("bfloat16")}
+    assert {dtype for path, dtype in kept if ".nu[" in path} == {jnp.dtype("float32")}
+    found, expected = (np.array([metrics["loss"] for metrics in history]) for history in (rounded, exact[0]))
+    # 8 bits: each update is off by 2^-9 of its size at most, and so is what the updates make of the loss.
+    assert 0 < np.abs(found - expected).max() < 2**-8 * np.ptp(expected)
 
 
 # One of them with accumulation; test_systems.py has another.
