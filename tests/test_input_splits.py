@@ -47,31 +47,17 @@ def test_every_kind_of_file_gives_the_same_examples_whole_or_in_pieces(tmp_path)
             assert wheres == [str(i) for i in range(1, 101)]
 
 
-def peak_of_first(path):
-    """(the first example of a Parquet file, bytes that pyarrow held at most)."""
-    usual = pyarrow.default_memory_pool()
-    pyarrow.set_memory_pool(counted := pyarrow.proxy_memory_pool(usual))
-    try:
-        return next(read(whole(str(path)), Fields())), counted.max_memory()
-    finally:
-        pyarrow.set_memory_pool(usual)
-
-
-def test_a_small_table_that_would_fill_the_memory_is_refused_unread(tmp_path):
-    bomb = pyarrow.table({"text": ["a" * (96 << 20)]})
-    pyarrow.parquet.write_table(bomb, tmp_path / "a.parquet", compression="zstd", use_dictionary=False)
-    first, peak = peak_of_first(tmp_path / "a.parquet")
-    assert peak < 32 << 20
-    assert re.search(r"not a whole Parquet file: [0-9,]+ bytes of text expand to 100,66[0-9,]+$", first.reason)
-
-
 def test_one_long_text_in_every_row_of_a_table_is_read_a_few_rows_at_a_time(tmp_path):
     text = random.Random(0).randbytes(1 << 20).hex()
     pyarrow.parquet.write_table(pyarrow.table({"text": [text] * 200}), tmp_path / "a.parquet")
     assert (tmp_path / "a.parquet").stat().st_size < 4 << 20
-    first, peak = peak_of_first(tmp_path / "a.parquet")
-    assert first.response == text
-    assert peak < 300 << 20
+    usual = pyarrow.default_memory_pool()
+    pyarrow.set_memory_pool(counted := pyarrow.proxy_memory_pool(usual))
+    try:
+        assert next(read(whole(str(tmp_path / "a.parquet")), Fields())).response == text
+    finally:
+        pyarrow.set_memory_pool(usual)
+    assert counted.max_memory() < 300 << 20
 
 
 CAPPED = """
@@ -81,7 +67,7 @@ from refusion_jax.data import sources
 from refusion_jax.data.packing import usable
 sources._MOST = 1 << 25
 pages = int(open("/proc/self/statm").read().split()[0])
-most = int(sys.argv[2]) or pages * resource.getpagesize() + (256 << 20)
+most = pages * resource.getpagesize() + (256 << 20)
 resource.setrlimit(resource.RLIMIT_AS, (most, most))
 fields = dict(query_field="", response_field="", text_field="", turns="last")
 try:
@@ -98,34 +84,18 @@ except sources.UserError as error:
         ("a.json", r"a.json: a list of more than 24 MiB; make it one object per line \(.jsonl\)"),
         ("a.txt", "a.txt holds more than 33,554,432 characters, all of which would be kept in memory: give a part"),
         ("a.txt.gz", "a.txt.gz: is compressed; unpack it, or make it JSON of one text per line"),
-        ("a.parquet", "a.parquet: row 1: not a whole Parquet file: .* bytes hold 16,777,216 values of messages"),
     ],
 )
 def test_a_file_that_would_fill_the_memory_is_one_line_within_256_mib(name, said, tmp_path):
     path = tmp_path / name
-    if name == "a.parquet":  # less than a KiB
-        turns = pyarrow.nulls(1 << 24, pyarrow.struct({"role": pyarrow.string(), "content": pyarrow.string()}))
-        messages = pyarrow.ListArray.from_arrays(pyarrow.array([0, 1 << 24], pyarrow.int32()), turns)
-        pyarrow.parquet.write_table(pyarrow.table({"messages": messages}), path)
-    elif name == "a.txt":
+    if name == "a.txt":
         path.write_bytes(b" " * (300 << 20))
     else:
         with path.open("wb") as file:
             file.truncate(4 << 30)  # without a newline, and without a block on the disk
-    assert re.search(said, read_capped(path, 0))
-
-
-def read_capped(path, most):
-    """What a process says that reads a file with so many bytes of memory; 0: 256 MiB more than without a file."""
-    ended = python("-c", CAPPED, path, most)
+    ended = python("-c", CAPPED, path)
     assert (len(ended.stdout.splitlines()), ended.stderr, ended.returncode) == (1, "", 0), ended.stderr[-500:]
-    return ended.stdout
-
-
-@pytest.mark.thorough
-def test_the_longest_list_of_what_takes_most_is_read_within_two_gib(tmp_path):
-    (tmp_path / "a.json").write_bytes(b"[" + b",".join([b"[0]"] * ((6 << 20) - 1)) + b"]")
-    assert "a.json: item 1: must be an object" in read_capped(tmp_path / "a.json", 2 << 30)
+    assert re.search(said, ended.stdout)
 
 
 def test_what_follows_a_line_that_is_too_long_is_read_under_its_own_number(tmp_path):

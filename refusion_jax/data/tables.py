@@ -10,8 +10,6 @@ from refusion_jax.data.examples import KNOWN_FIELDS, Bad, Example, Fields, to_ex
 
 _ROWS = 256  # most rows read at a time
 _BATCH = 1 << 28  # bytes of a column's longest value times the rows read at a time
-_EXPANDS, _SMALL = 1000, 64 << 20  # a row group larger than _SMALL that expands more than _EXPANDS times is refused
-_VALUE = 256  # bytes of a list's value in Python
 
 
 def row_group_sizes(path: str) -> list[int]:
@@ -40,23 +38,12 @@ def read_row_groups(path: str, start: int, end: int, fields: Fields) -> Iterator
 
 
 def _rows_at_a_time(metadata: pyarrow.parquet.FileMetaData, groups: range, columns: list[str]) -> int:
-    """How many rows may be in memory at once if each is as long as the metadata allows.
-
-    A row group that is designed to exhaust the memory is refused.
-    """
+    """How many rows may be in memory at once if each is as long as the metadata allows."""
     longest = 1
     for group in map(metadata.row_group, groups):
-        whole = sum(group.column(i).total_compressed_size for i in range(group.num_columns))
         for column in map(group.column, range(group.num_columns)):
-            if columns and column.path_in_schema.split(".")[0] not in columns:
-                continue
-            expanded, stored = column.total_uncompressed_size, column.total_compressed_size
-            if expanded > max(_SMALL, _EXPANDS * stored):
-                raise ValueError(f"{stored:,} bytes of {column.path_in_schema} expand to {expanded:,}")
-            values = column.num_values - group.num_rows  # further values of lists; one row may hold them all
-            if _VALUE * values > max(_SMALL, _EXPANDS * whole):
-                raise ValueError(f"{whole:,} bytes hold {column.num_values:,} values of {column.path_in_schema}")
-            longest = max(longest, expanded)
+            if not columns or column.path_in_schema.split(".")[0] in columns:
+                longest = max(longest, column.total_uncompressed_size)
     return max(1, min(_ROWS, _BATCH // longest))
 
 
