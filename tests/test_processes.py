@@ -14,7 +14,7 @@ from etils import epath
 from helpers import free_port, python
 from jax.experimental.compilation_cache import compilation_cache
 
-from refusion_jax.distributed.compiled_code import is_private, keep_compiled
+from refusion_jax.distributed.compiled_code import keep_compiled, keep_for_user
 from refusion_jax.distributed.host import ACCELERATORS
 from refusion_jax.distributed.watchdog import Watchdog
 
@@ -192,32 +192,6 @@ def test_what_is_free_is_returned_also_between_what_is_in_use():
     assert said_by(returned) > 40
 
 
-def test_a_directory_of_ones_own_is_trusted_and_one_that_others_can_write_is_not(tmp_path):
-    cache = tmp_path / "runs" / "cache"
-    assert is_private(cache)  # not there yet
-    cache.mkdir(parents=True)
-    (cache / "program").write_bytes(b"x")
-    assert is_private(cache)
-    for path, mode in ((cache, 0o777), (cache, 0o1777), (cache.parent, 0o777), (cache / "program", 0o666)):
-        before = path.stat().st_mode
-        path.chmod(mode)
-        assert not is_private(cache)
-        path.chmod(before)
-    cache.parent.chmod(0o1777)  # like /tmp: others can add to it, but not replace what is ours
-    assert is_private(cache)
-
-
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files away")
-def test_what_somebody_else_has_put_there_is_not_run(tmp_path):
-    (tmp_path / "cache").mkdir()
-    (tmp_path / "cache" / "program").write_bytes(b"x")
-    os.chown(tmp_path / "cache" / "program", 12345, -1)
-    assert not is_private(tmp_path / "cache")
-    (tmp_path / "cache" / "program").unlink()
-    os.chown(tmp_path / "cache", 12345, -1)
-    assert not is_private(tmp_path / "cache")
-
-
 @pytest.fixture
 def no_cache_yet(monkeypatch, tmp_path):
     """As users have it; the tests' own cache is back after the test."""
@@ -230,6 +204,19 @@ def no_cache_yet(monkeypatch, tmp_path):
     for name, value in zip(names, before, strict=True):
         jax.config.update(name, value)
     compilation_cache.reset_cache()
+
+
+def test_programs_are_not_kept_where_somebody_else_can_put_any(no_cache_yet, tmp_path):
+    (cache := tmp_path / "home" / "refusion_jax" / "compiled").mkdir(parents=True)
+    me, other = os.geteuid(), 12345
+    for owner, mode, used in ((me, 0o777, None), (me, 0o770, None), (other, 0o700, None), (me, 0o700, str(cache))):
+        if me == 0:  # only root can give files away
+            os.chown(cache, owner, -1)
+        if me in (0, owner):
+            cache.chmod(mode)
+            jax.config.update("jax_compilation_cache_dir", None)
+            keep_for_user()
+            assert jax.config.jax_compilation_cache_dir == used
 
 
 def test_a_doctored_program_in_a_downloaded_run_is_not_run(no_cache_yet, tmp_path):

@@ -4,9 +4,7 @@ A run may have been downloaded, so a cache in its directory is read only if the 
 """
 
 import contextlib
-import grp
 import os
-import pwd
 import stat
 import warnings
 from pathlib import Path
@@ -50,29 +48,8 @@ def keep_for_user() -> None:
         home = Path.home() / ".cache"
     directory = home / "refusion_jax" / "compiled"
     with contextlib.suppress(OSError):
-        if is_private(directory):
+        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        about = directory.stat()  # whoever could replace the directory would own the new one
+        if about.st_uid == os.geteuid() and not about.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
             keep_compiled(epath.Path(directory), "shared")
             jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
-
-
-def is_private(directory: Path) -> bool:
-    """Whether nobody but this user can put code there."""
-    real = Path(os.path.realpath(directory))
-    for path in [path for path in (real, *real.parents) if path.exists()]:
-        about = path.stat()
-        is_sticky = path != real and about.st_mode & stat.S_ISVTX  # others can add, but not replace
-        if about.st_uid not in (0, os.geteuid()) or (_others_can_write(about) and not is_sticky):
-            return False
-    files = [path.lstat() for path in real.iterdir()] if real.is_dir() else []
-    return not any(about.st_uid != os.geteuid() or _others_can_write(about) for about in files)
-
-
-def _others_can_write(about: os.stat_result) -> bool:
-    """Whether somebody else can write; group members count, unless it is this user's private group."""
-    if about.st_mode & stat.S_IWOTH or not about.st_mode & stat.S_IWGRP:
-        return bool(about.st_mode & stat.S_IWOTH)
-    try:
-        user = pwd.getpwuid(os.geteuid())
-        return user.pw_gid != about.st_gid or bool(set(grp.getgrgid(about.st_gid).gr_mem) - {user.pw_name})
-    except KeyError:
-        return True
