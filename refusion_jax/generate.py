@@ -39,7 +39,6 @@ import os
 import re
 import sys
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 
 from absl import flags
 from etils import epath
@@ -48,7 +47,6 @@ from refusion_jax.checkpoints import contents
 from refusion_jax.checkpoints.load import load_for
 from refusion_jax.cli import command, flag_values
 from refusion_jax.cli.errors import UserError, naming
-from refusion_jax.cli.paths import is_remote
 from refusion_jax.cli.progress import track
 from refusion_jax.cli.settings import declared
 from refusion_jax.data.interface import Tokenizer
@@ -160,18 +158,14 @@ def is_for_people() -> bool:
     return _PROMPT.value is not None and not _OUTPUT.value and sys.stdout.isatty()
 
 
-def check_places(checkpoint: epath.Path, output: epath.Path | None, watch: epath.Path | None) -> None:
-    """Raises UserError if a requested file cannot be written, has other content, or is in the checkpoint."""
+def check_places(output: epath.Path | None, watch: epath.Path | None) -> None:
+    """Raises UserError if a requested file cannot be written, or has other content."""
     answers, page_of_ours = (b'{"id": ', "does not hold answers"), (BEGINNING, "is not a page of ours")
     for flag, path, kind in (("output", output, answers), ("watch", watch, page_of_ours)):
         if not path:
             continue
         flag_values.check_apart(path, [_INPUT.value] if _INPUT.value else [], flag)
         flag_values.check_file(flag, path, *kind)
-        if not is_remote(path) and not is_remote(checkpoint):
-            root = contents.locate(checkpoint).directory
-            if Path(os.path.realpath(root / "checkpoints")) in Path(os.path.realpath(path)).parents:
-                raise UserError(f"--{flag}={path}: lies among the weights of the model; name another place")
     if watch and output and os.path.realpath(watch) in map(os.path.realpath, (output, f"{output}.partial")):
         raise UserError(f"--watch={watch}: is also the --output or its OUTPUT.partial; name another place")
     if _COMPARE.value and not watch:
@@ -213,7 +207,7 @@ def main() -> None:
         raise UserError("--checkpoint=DIR and one of --input=FILE and --prompt=TEXT are needed; --help explains")
     checkpoint = epath.Path(_CHECKPOINT.value)
     output, watch = (epath.Path(flag.value) if flag.value else None for flag in (_OUTPUT, _WATCH))
-    check_places(checkpoint, output, watch)
+    check_places(output, watch)
     part = part_of(_PART.value, output) if _PART.value is not None else None
     stops = Stops(tuple(_STOP.value))
     given = command.given()

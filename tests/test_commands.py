@@ -143,10 +143,6 @@ BAD = {
         [*ONE, "--output={run}/model.json"],
         "model.json: exists already, and does not hold answers; name another place",
     ),
-    "answers over another file": (
-        [*ONE, "--output={dir}/good.jsonl"],
-        "--output={dir}/good.jsonl: exists already, and does not hold answers",
-    ),
     "page over another file": (
         [*ONE, "--watch={dir}/good.jsonl"],
         "--watch={dir}/good.jsonl: exists already, and is not a page of ours",
@@ -163,10 +159,6 @@ BAD = {
     ),
     "compared without a page": ([*ONE, "--compare=sequential"], "--compare=sequential: needs --watch=PAGE.html"),
     "page of a decoder that cannot": ([*ONE, "--watch={dir}/new.html", "--compare=ar"], "--compare=ar: "),
-    "output between the weights": (
-        [*ONE, "--output={run}/checkpoints/60/new.jsonl"],
-        "new.jsonl: lies among the weights of the model",
-    ),
     "a threshold that exact infilling does not read": (
         [*ONE, "--decode.infill=exact", "--decode.token_threshold=0.5"],
         "--decode.token_threshold=0.5: has no effect with infill=exact",
@@ -267,10 +259,6 @@ BAD = {
     "comparison without answers": (
         [*HEADLINE, "--config=configs/quickstart.py"],
         "data.path=tasks has no answers to check; families has",
-    ),
-    "comparison from another": (
-        [*HEADLINE, "--adapt_from=ar", "--systems=card"],
-        "--adapt_from=ar: is not among --systems=card",
     ),
     "comparison at no cost": ([*HEADLINE, "--speed_proxy=600x2"], "=600x2: must be a multiple of 128, x and"),
     "drill over a run": (["drill", *TINY_RUN, "--workdir={run}"], "{run} holds checkpoints, which no drill wrote"),
