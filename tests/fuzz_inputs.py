@@ -21,7 +21,7 @@ def write_files(directory: Path, count: int, seed: int = 0) -> None:
         suffix, content = made
         path = directory / f"{index % 50:02}" / f"{index:05}{suffix}"
         path.parent.mkdir(exist_ok=True)
-        path.write_bytes(_damaged(rng, content) if rng.random() < 0.6 else content)
+        path.write_bytes(damaged(rng, content) if rng.random() < 0.6 else content)
 
 
 def _item(rng) -> object:
@@ -97,7 +97,8 @@ def _text(rng, _) -> tuple[str, bytes]:
     return rng.choice([".txt", ".md", ".gz", "", ".py"]), content
 
 
-def _damaged(rng, content: bytes) -> bytes:
+def damaged(rng, content: bytes) -> bytes:
+    """The content cut, with bytes put in or changed, gone, or several times."""
     kind = rng.randrange(5)
     at = rng.randrange(len(content) + 1)
     if kind == 0:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from conftest import FORKS, TINY_RUN, run
-from fuzz_inputs import write_files
+from fuzz_inputs import damaged, write_files
 
 from refusion_jax.config.keys import keys as config_keys
 from refusion_jax.systems.api import all_settings
@@ -199,7 +199,7 @@ class Calls:
         if kind == 0:
             return rng.choice(LITERAL)
         if kind == 1:
-            return self._damaged(PROMPT)
+            return damaged(self.rng, PROMPT)
         names = ["prompt", "prompt_ids", "template", "decode", "id", "x"]
         item = json.loads(PROMPT) | {rng.choice(names): rng.choice(VALUES) for _ in range(rng.randrange(1, 3))}
         return json.dumps(item, ensure_ascii=rng.random() < 0.5).encode("utf-8", "surrogatepass")
@@ -218,7 +218,7 @@ class Calls:
         if self.rng.random() < 0.2:
             file.unlink()
         else:
-            file.write_bytes(self._damaged(file.read_bytes()))
+            file.write_bytes(damaged(self.rng, file.read_bytes()))
         return self._generate(directory, self.rng.choice(["", f"/checkpoints/{step.name}"]))
 
     def _log(self, directory: Path) -> tuple[str, list[str]]:
@@ -310,11 +310,4 @@ class Calls:
                 inner[key] = self.rng.choice(VALUES)
             path.write_text(json.dumps(item))
         else:
-            path.write_bytes(self.rng.choice([self._damaged(content), self.rng.choice(LITERAL)]))
-
-    def _damaged(self, content: bytes) -> bytes:
-        at, kind = self.rng.randrange(len(content) + 1), self.rng.randrange(3)
-        if kind == 0:
-            return content[:at]
-        wrong = self.rng.randbytes(self.rng.randrange(1, 9))
-        return content[:at] + wrong + content[at + (len(wrong) if kind == 1 else 0) :]
+            path.write_bytes(self.rng.choice([damaged(self.rng, content), self.rng.choice(LITERAL)]))

@@ -165,20 +165,6 @@ def test_a_pair_and_a_conversation_of_the_same_texts_are_the_same_example(turns,
     }
 
 
-def test_what_is_held_out_depends_on_the_text_alone(tmp_path, tokenizer_file):
-    pairs = write_pairs(tmp_path / "a.jsonl", 300)
-    lines = (tmp_path / "a.jsonl").read_text().splitlines(keepends=True)
-    (tmp_path / "b.jsonl").write_text("".join(lines[::-2]))
-    for name in "ab":
-        make(tokenizer_file, tmp_path / f"{name}.jsonl", tmp_path / name, held_out=0.2)
-    train, held = documents(tmp_path / "a"), documents(tmp_path / "a" / "held_out")
-    assert sorted(train + held) == expected(tokenizer_file, pairs)
-    assert 30 <= len(held) <= 90
-    half = documents(tmp_path / "b" / "held_out")
-    assert half == [d for d in held if d in documents(tmp_path / "b") + half]
-    assert 0 < len(half) < len(held)
-
-
 def test_what_is_held_out_of_texts_depends_neither_on_their_names_nor_on_their_cuts(tmp_path, tokenizer_file):
     tokenizer = load_tokenizer_file(tokenizer_file, MASK_PIECE)
     texts = [" ".join(random.Random(i).choices(WORDS, k=3000)) for i in range(20)]
