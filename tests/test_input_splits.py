@@ -12,7 +12,7 @@ import pyarrow.parquet
 import pytest
 from conftest import config_with
 from helpers import http_server, python
-from test_prepare import contents, documents, make, tokenizer_file, write_pairs  # noqa: F401  a fixture
+from test_prepare import contents, documents, make, words_tokenizer, write_pairs
 
 from refusion_jax import UserError
 from refusion_jax.data import packing, shards
@@ -154,20 +154,20 @@ def test_compressed_lines_are_read_as_others_are_and_what_is_damaged_is_told(suf
     assert [example.response for example in kept] == [example.response for example in plain[: len(kept)]]
 
 
-def test_what_a_file_expands_to_is_packed_in_parts(tmp_path, monkeypatch, tokenizer_file):  # noqa: F811
+def test_what_a_file_expands_to_is_packed_in_parts(tmp_path, monkeypatch):
     write_pairs(tmp_path / "a.jsonl", 400)
     (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress((tmp_path / "a.jsonl").read_bytes()))
-    make(tokenizer_file, tmp_path / "a.jsonl", tmp_path / "plain", shard=1 << 30)
-    make(tokenizer_file, tmp_path / "a.jsonl.gz", tmp_path / "whole")
+    make(tmp_path / "a.jsonl", tmp_path / "plain", shard=1 << 30)
+    make(tmp_path / "a.jsonl.gz", tmp_path / "whole")
     monkeypatch.setattr(shards, "_PACKED", 500)
-    manifest = make(tokenizer_file, tmp_path / "a.jsonl.gz", tmp_path / "parts")
+    manifest = make(tmp_path / "a.jsonl.gz", tmp_path / "parts")
     rows = [{n: c for n, c in contents(tmp_path / name).items() if n.startswith("rows")} for name in ("plain", "whole")]
     assert rows[0] == rows[1]
     assert len(manifest.shards) == 1
     assert documents(tmp_path / "parts") == documents(tmp_path / "plain")
 
 
-def test_prompts_that_a_file_expands_to_are_tokenized_in_parts(tmp_path, monkeypatch, tokenizer_file):  # noqa: F811
+def test_prompts_that_a_file_expands_to_are_tokenized_in_parts(tmp_path, monkeypatch):
     """However short their answers are: neither texts nor ids of more than a bounded part are in memory."""
     line = json.dumps({"query": "one two " * 1000, "response": "three"})
     path = tmp_path / "a.jsonl.gz"
@@ -186,10 +186,10 @@ def test_prompts_that_a_file_expands_to_are_tokenized_in_parts(tmp_path, monkeyp
     monkeypatch.setattr(packing, "BATCH", 10_000)
     monkeypatch.setattr(shards, "tokenize", tokenize_recorded)
     monkeypatch.setattr(SentencePieceTokenizer, "encode_prompts", encode_recorded)
-    make(tokenizer_file, path, tmp_path / "rows", row_length=8192)
+    make(path, tmp_path / "rows", row_length=8192)
     assert max(held) <= 2 * len(line)
     encoded.clear()
-    load = load_tokenizer_file(tokenizer_file, "<mask>")
+    load = load_tokenizer_file(words_tokenizer(), "<mask>")
     assert len(list(packing.tokenize(read_whole(path), load, 8192))) == 20
     assert max(encoded) <= 2 * len(line)
     encoded.clear()  # 16 MiB of prompt would take a tokenizer 4 GiB, only to say that it fits in no row
@@ -246,8 +246,8 @@ def hub(path, *_):
     return 404, b"{}"
 
 
-def test_a_data_set_of_the_hub_is_read_at_the_commit_of_its_revision(tmp_path, tokenizer_file):  # noqa: F811
-    line = ["-m", "refusion_jax.prepare", f"--tokenizer={tokenizer_file}", "--workers=1"]
+def test_a_data_set_of_the_hub_is_read_at_the_commit_of_its_revision(tmp_path):
+    line = ["-m", "refusion_jax.prepare", f"--tokenizer={words_tokenizer()}", "--workers=1"]
     with http_server(hub) as address:  # no fork: huggingface_hub reads both variables as it is imported
         hosted = {"HF_ENDPOINT": address, "HF_HUB_OFFLINE": "0"}  # which other tests have set
         done = python(*line, "--input=hf://datasets/o/n@v1", f"--output={tmp_path}/out", **hosted)

@@ -6,6 +6,7 @@ import os
 import random
 import re
 import signal
+from pathlib import Path
 
 import psutil
 import pytest
@@ -33,24 +34,24 @@ REFUSING = (
 WORDS = "one two three four five six seven".split()
 
 
-@pytest.fixture(scope="module")
-def tokenizer_file(tmp_path_factory):
-    path = tmp_path_factory.mktemp("tokenizer") / "t.model"
+@functools.cache
+def words_tokenizer() -> Path:
+    """The file of a tokenizer of WORDS."""
+    path = Path(os.environ["XDG_CACHE_HOME"], f"words-{os.getpid()}.model")  # which the tests remove at their end
     path.write_bytes(SentencePieceTokenizer.train([" ".join(WORDS)] * 20, 300).model)
     return path
 
 
-def make(tokenizer_file, source, output, *, shard=1 << 10, processes=1, runner=None, row_length=64, **changes):
-    """Prepares in this process."""
-    settings = PrepareSettings(
-        str(tokenizer_file), MASK_PIECE, "unset", row_length, "stop", False, 0.0, Fields(flag="--")
-    )
+def make(source, output, *, tokenizer=None, shard=1 << 10, processes=1, runner=None, row_length=64, **changes):
+    """Prepares in this process, by default with the tokenizer of WORDS."""
+    tokenizer = tokenizer or words_tokenizer()
+    settings = PrepareSettings(str(tokenizer), MASK_PIECE, "unset", row_length, "stop", False, 0.0, Fields(flag="--"))
     settings = dataclasses.replace(settings, **changes)
     return Preparation(
         plan_chunks([str(source)], shard),
         epath.Path(output),
         settings,
-        load_tokenizer_file(tokenizer_file, MASK_PIECE),
+        load_tokenizer_file(tokenizer, MASK_PIECE),
         command="",
         runner=runner or functools.partial(Processes, count=processes),
         started=lambda what, size: None,
@@ -83,8 +84,8 @@ def documents(path):
     return sorted(found)
 
 
-def expected(tokenizer_file, pairs):
-    tokenizer = load_tokenizer_file(tokenizer_file, MASK_PIECE)
+def expected(pairs):
+    tokenizer = load_tokenizer_file(words_tokenizer(), MASK_PIECE)
     own = [tokenizer.encode(list(pair)) for pair in pairs]
     return sorted(([tokenizer.bos_id, *query], [*response, tokenizer.eos_id]) for query, response in own)
 
@@ -93,26 +94,26 @@ def contents(directory):
     return {str(p.relative_to(directory)): p.read_bytes() for p in sorted(directory.rglob("*")) if p.is_file()}
 
 
-def test_every_pair_is_in_the_rows_once_and_whole(tmp_path, tokenizer_file):
+def test_every_pair_is_in_the_rows_once_and_whole(tmp_path):
     pairs = write_pairs(tmp_path / "a.jsonl", 300)
-    manifest = make(tokenizer_file, tmp_path / "a.jsonl", tmp_path / "out")
+    manifest = make(tmp_path / "a.jsonl", tmp_path / "out")
     assert len(manifest.shards) > 5
     found = documents(tmp_path / "out")
-    assert found == expected(tokenizer_file, pairs)
+    assert found == expected(pairs)
     assert manifest.documents == manifest.segments == 300
     assert manifest.tokens == sum(len(p) + len(r) for p, r in found)
     assert manifest.fill == manifest.tokens / (manifest.rows * 64)
     assert manifest.dropped == {}
 
 
-def test_texts_lose_no_token_however_they_are_cut(tmp_path, tokenizer_file):
+def test_texts_lose_no_token_however_they_are_cut(tmp_path):
     (tmp_path / "in").mkdir()
     text = "".join(f"{word} {i}\n" for i, word in enumerate(WORDS * 200))
     (tmp_path / "in" / "a.txt").write_text(text)
     (tmp_path / "in" / "b.md").write_text("one two")
-    manifest = make(tokenizer_file, tmp_path / "in", tmp_path / "out", row_length=32)
+    manifest = make(tmp_path / "in", tmp_path / "out", row_length=32)
     assert len(manifest.shards) > 5
-    tokenizer, rows = load_tokenizer_file(tokenizer_file, MASK_PIECE), PreparedRows(str(tmp_path / "out"))
+    tokenizer, rows = load_tokenizer_file(words_tokenizer(), MASK_PIECE), PreparedRows(str(tmp_path / "out"))
     tokens = [t for i in range(len(rows)) for t in rows[i]["tokens"][rows[i]["segment_ids"] > 0].tolist()]
     count = collections.Counter(tokens)
     assert (count[tokenizer.bos_id], count[tokenizer.eos_id], manifest.documents) == (2, 2, 2)
@@ -120,7 +121,7 @@ def test_texts_lose_no_token_however_they_are_cut(tmp_path, tokenizer_file):
     assert sorted(tokenizer.decode(tokens)) == sorted(text + "one two")
 
 
-def test_the_number_of_processes_changes_no_byte(tmp_path, tokenizer_file):
+def test_the_number_of_processes_changes_no_byte(tmp_path):
     source = tmp_path / "in"
     source.mkdir()
     write_pairs(source / "a.jsonl", 200)
@@ -128,45 +129,43 @@ def test_the_number_of_processes_changes_no_byte(tmp_path, tokenizer_file):
     (source / "c.txt").write_text("one two three\n" * 500)
     keys = {"dedup": True, "held_out": 0.1, "on_error": "skip"}
     for processes in (1, 3):
-        make(tokenizer_file, source, tmp_path / str(processes), processes=processes, **keys)
+        make(source, tmp_path / str(processes), processes=processes, **keys)
     one, three = contents(tmp_path / "1"), contents(tmp_path / "3")
     assert one == three
     assert {"manifest.json", "held_out/manifest.json", "dropped.jsonl", "tokenizer.model"} <= set(one)
 
 
 @pytest.mark.parametrize("compared", [1000, 8])  # keys at a time
-def test_duplicates_are_left_out_wherever_they_stand(compared, tmp_path, tokenizer_file, monkeypatch):
+def test_duplicates_are_left_out_wherever_they_stand(compared, tmp_path, monkeypatch):
     monkeypatch.setattr(duplicates, "_PARTITION", compared)
     pairs = write_pairs(tmp_path / "a.jsonl", 100)
     lines = (tmp_path / "a.jsonl").read_text().splitlines(keepends=True)
     (tmp_path / "b.jsonl").write_text("".join(lines[::-1] + lines[:50]))
-    kept = make(tokenizer_file, tmp_path / "*.jsonl", tmp_path / "all")
-    manifest = make(tokenizer_file, tmp_path / "*.jsonl", tmp_path / "once", dedup=True)
+    kept = make(tmp_path / "*.jsonl", tmp_path / "all")
+    manifest = make(tmp_path / "*.jsonl", tmp_path / "once", dedup=True)
     assert kept.documents == 250
     assert manifest.dropped == {"duplicate": 150}
-    make(tokenizer_file, tmp_path / "a.jsonl", tmp_path / "first")  # it stands before b.jsonl, and is what is kept
+    make(tmp_path / "a.jsonl", tmp_path / "first")  # it stands before b.jsonl, and is what is kept
     shards = [{n: c for n, c in contents(tmp_path / name).items() if "rows-" in n} for name in ("first", "once")]
     assert shards[0] == shards[1]
-    assert documents(tmp_path / "once") == expected(tokenizer_file, pairs)
+    assert documents(tmp_path / "once") == expected(pairs)
 
 
 @pytest.mark.parametrize("turns", ["last", "all"])
-def test_a_pair_and_a_conversation_of_the_same_texts_are_the_same_example(turns, tmp_path, tokenizer_file):
+def test_a_pair_and_a_conversation_of_the_same_texts_are_the_same_example(turns, tmp_path):
     pairs = write_pairs(tmp_path / "a.jsonl", 100)
     chats = [[{"role": "user", "content": q}, {"role": "assistant", "content": r}] for q, r in pairs]
     write_lines(tmp_path / "b.jsonl", [{"messages": chat} for chat in chats])
     keys = {"held_out": 0.2, "fields": Fields(flag="--", turns=turns)}
-    make(tokenizer_file, tmp_path / "*.jsonl", tmp_path / "twice", **keys)
+    make(tmp_path / "*.jsonl", tmp_path / "twice", **keys)
     train, held = documents(tmp_path / "twice"), documents(tmp_path / "twice" / "held_out")
-    assert sorted(train + held) == sorted(2 * expected(tokenizer_file, pairs))
+    assert sorted(train + held) == sorted(2 * expected(pairs))
     assert not [document for document in held if document in train]
-    assert make(tokenizer_file, tmp_path / "*.jsonl", tmp_path / "once", dedup=True, **keys).dropped == {
-        "duplicate": 100
-    }
+    assert make(tmp_path / "*.jsonl", tmp_path / "once", dedup=True, **keys).dropped == {"duplicate": 100}
 
 
-def test_what_is_held_out_of_texts_depends_neither_on_their_names_nor_on_their_cuts(tmp_path, tokenizer_file):
-    tokenizer = load_tokenizer_file(tokenizer_file, MASK_PIECE)
+def test_what_is_held_out_of_texts_depends_neither_on_their_names_nor_on_their_cuts(tmp_path):
+    tokenizer = load_tokenizer_file(words_tokenizer(), MASK_PIECE)
     texts = [" ".join(random.Random(i).choices(WORDS, k=3000)) for i in range(20)]
     held = []
     for directory, order, shard in (("a", texts, 1 << 12), ("b/c", texts[::-1], 1 << 20), ("d", texts, 5000)):
@@ -174,7 +173,7 @@ def test_what_is_held_out_of_texts_depends_neither_on_their_names_nor_on_their_c
         source.mkdir(parents=True)
         for i, text in enumerate(order):
             (source / f"{i:02}.txt").write_bytes(("\ufeff" * (shard == 5000) + text).encode())
-        make(tokenizer_file, source, source / "out", shard=shard, held_out=0.3, row_length=1 << 15)
+        make(source, source / "out", shard=shard, held_out=0.3, row_length=1 << 15)
         rows = PreparedRows(str(source / "out" / "held_out"))
         tokens = [t for i in range(len(rows)) for t in rows[i]["tokens"][rows[i]["segment_ids"] > 0].tolist()]
         assert tokens.count(tokenizer.bos_id) == tokens.count(tokenizer.eos_id)  # no text is torn apart
@@ -184,46 +183,43 @@ def test_what_is_held_out_of_texts_depends_neither_on_their_names_nor_on_their_c
     assert 2 <= len(held[0]) <= 12
 
 
-def test_an_error_names_the_line_of_the_whole_file_and_leaves_nothing(tmp_path, tokenizer_file):
+def test_an_error_names_the_line_of_the_whole_file_and_leaves_nothing(tmp_path):
     write_pairs(tmp_path / "a.jsonl", 100)
     lines = (tmp_path / "a.jsonl").read_text().splitlines(keepends=True)
     (tmp_path / "bad.jsonl").write_text("".join([*lines, '{"query"\n', *lines]))
     with pytest.raises(UserError, match=r"bad.jsonl:101: not JSON.*--on_error=skip"):
-        make(tokenizer_file, tmp_path / "bad.jsonl", tmp_path / "out", shard=1 << 20)
+        make(tmp_path / "bad.jsonl", tmp_path / "out", shard=1 << 20)
     assert not (tmp_path / "out").exists()
     with pytest.raises(UserError, match=r"bad.jsonl:101: not JSON"):  # in a later shard; those before are kept
-        make(tokenizer_file, tmp_path / "bad.jsonl", tmp_path / "out")
+        make(tmp_path / "bad.jsonl", tmp_path / "out")
     with pytest.raises(UserError, match="out is not finished: give `prepare` the same flags again"):
         PreparedRows(str(tmp_path / "out"))
-    manifest = make(tokenizer_file, tmp_path / "bad.jsonl", tmp_path / "out", on_error="skip")
+    manifest = make(tmp_path / "bad.jsonl", tmp_path / "out", on_error="skip")
     assert (manifest.documents, manifest.dropped) == (200, {"not JSON": 1})
     (dropped,) = [json.loads(line) for line in (tmp_path / "out" / "dropped.jsonl").read_text().splitlines()]
     assert dropped["where"].endswith("bad.jsonl:101")
 
 
 def test_what_a_chat_template_refuses_is_named_or_counted(tmp_path):
-    tokenizer_file = write_tokenizer(tmp_path, chat_template=REFUSING)
+    own = {"tokenizer": write_tokenizer(tmp_path, chat_template=REFUSING)}
     turns = [["user"], ["system", "user"], ["user"]]
-    lines = [
-        json.dumps({"messages": [{"role": role, "content": "is it"} for role in [*roles, "assistant"]]})
-        for roles in turns
-    ]
-    (tmp_path / "a.jsonl").write_text("\n".join(lines) + "\n")
+    lines = [{"messages": [{"role": role, "content": "is it"} for role in [*roles, "assistant"]]} for roles in turns]
+    write_lines(tmp_path / "a.jsonl", lines)
     with pytest.raises(UserError, match=r"a.jsonl:2: .*the chat template fails: no system turns"):
-        make(tokenizer_file, tmp_path / "a.jsonl", tmp_path / "out")
-    manifest = make(tokenizer_file, tmp_path / "a.jsonl", tmp_path / "out", on_error="skip")
+        make(tmp_path / "a.jsonl", tmp_path / "out", **own)
+    manifest = make(tmp_path / "a.jsonl", tmp_path / "out", **own, on_error="skip")
     assert (manifest.documents, manifest.dropped) == (2, {"refused by the tokenizer": 1})
-    (tmp_path / "b.jsonl").write_text(f"{lines[0]}\n{json.dumps({'query': 'is it ' * 10_000, 'response': 'it is'})}\n")
-    manifest = make(tokenizer_file, tmp_path / "b.jsonl", tmp_path / "long", on_error="skip", max_tokens=60)
+    write_lines(tmp_path / "b.jsonl", [lines[0], {"query": "is it " * 10_000, "response": "it is"}])
+    manifest = make(tmp_path / "b.jsonl", tmp_path / "long", **own, on_error="skip", max_tokens=60)
     assert (manifest.documents, manifest.dropped) == (1, {"length": 1})  # it is not asked of what fits in no row
 
 
 def test_turns_that_a_chat_template_leaves_out_are_counted(tmp_path):
     users = "{% for m in messages if m.role == 'user' %}{{ m.content }}{% endfor %}"
-    tokenizer_file = write_tokenizer(tmp_path, chat_template=users)
-    lines = [json.dumps({"system": "be brief", "query": "is it", "response": "it is"})] * 3
-    (tmp_path / "a.jsonl").write_text("\n".join([*lines, '{"query": "one", "response": "two"}']))
-    manifest = make(tokenizer_file, tmp_path / "a.jsonl", tmp_path / "out")
+    lines = [{"system": "be brief", "query": "is it", "response": "it is"}] * 3
+    write_lines(tmp_path / "a.jsonl", [*lines, {"query": "one", "response": "two"}])
+    tokenizer = write_tokenizer(tmp_path, chat_template=users)
+    manifest = make(tmp_path / "a.jsonl", tmp_path / "out", tokenizer=tokenizer)
     assert (manifest.documents, manifest.left_out) == (4, {"system": 3})
 
 
@@ -234,23 +230,23 @@ def test_a_file_that_two_patterns_match_is_read_once(tmp_path):
     assert one == both
 
 
-def test_another_input_or_another_flag_is_no_continuation(tmp_path, tokenizer_file, caplog):
+def test_another_input_or_another_flag_is_no_continuation(tmp_path, caplog):
     write_pairs(tmp_path / "a.jsonl", 30)
-    manifest = make(tokenizer_file, tmp_path / "a.jsonl", tmp_path / "out")
-    assert make(tokenizer_file, tmp_path / "a.jsonl", tmp_path / "out") == manifest
+    manifest = make(tmp_path / "a.jsonl", tmp_path / "out")
+    assert make(tmp_path / "a.jsonl", tmp_path / "out") == manifest
     os.utime(tmp_path / "a.jsonl", (0, 0))
     with caplog.at_level("WARNING"):
-        assert make(tokenizer_file, tmp_path / "a.jsonl", tmp_path / "out") == manifest
+        assert make(tmp_path / "a.jsonl", tmp_path / "out") == manifest
     assert "out is finished, and was not made again: files of the input were modified since" in caplog.text
     with pytest.raises(UserError, match=r"holds other rows \(other input or flags\)"):
-        make(tokenizer_file, tmp_path / "a.jsonl", tmp_path / "out", row_length=32)
+        make(tmp_path / "a.jsonl", tmp_path / "out", row_length=32)
 
 
 @pytest.mark.thorough
-def test_a_killed_process_goes_on_where_it_was_and_its_workers_die(tmp_path, tokenizer_file):
+def test_a_killed_process_goes_on_where_it_was_and_its_workers_die(tmp_path):
     for index in range(4):
         (tmp_path / f"{index}.txt").write_text(" ".join(random.Random(index).choices(WORDS, k=500_000)))
-    flags = [f"--input={tmp_path}/*.txt", f"--tokenizer={tokenizer_file}", "--shard_mib=1", "--row_length=512"]
+    flags = [f"--input={tmp_path}/*.txt", f"--tokenizer={words_tokenizer()}", "--shard_mib=1", "--row_length=512"]
     flags += ["--held_out=0.3"]
     run("prepare", *flags, f"--output={tmp_path}/straight", "--workers=1")
     process = start("prepare", *flags, f"--output={tmp_path}/killed", "--workers=2")
@@ -280,9 +276,9 @@ def test_a_killed_process_goes_on_where_it_was_and_its_workers_die(tmp_path, tok
         (signal.SIGTERM, (143, "")),
     ],
 )
-def test_an_interrupted_one_tells_how_to_go_on(number, ends, tmp_path, tokenizer_file):
+def test_an_interrupted_one_tells_how_to_go_on(number, ends, tmp_path):
     (tmp_path / "a.txt").write_text(" ".join(random.Random(0).choices(WORDS, k=3_000_000)))
-    flags = [f"--input={tmp_path}/a.txt", f"--tokenizer={tokenizer_file}", "--shard_mib=1", "--workers=2"]
+    flags = [f"--input={tmp_path}/a.txt", f"--tokenizer={words_tokenizer()}", "--shard_mib=1", "--workers=2"]
     process = start("prepare", *flags, f"--output={tmp_path}/out")
     children = functools.partial(psutil.Process(process.pid).children, recursive=True)
     wait_until(lambda: len(children()) >= 3, process)  # two workers, which import still, and Python's own
@@ -303,9 +299,9 @@ def test_workers_that_die_are_told_in_one_line_in_every_pass(tmp_path):
 
 
 @pytest.mark.parametrize("workers", [1, 2])
-def test_a_full_disk_is_told_in_one_line(workers, tmp_path, tokenizer_file, full_disk):
+def test_a_full_disk_is_told_in_one_line(workers, tmp_path, full_disk):
     (tmp_path / "a.txt").write_text(" ".join(random.Random(0).choices(WORDS, k=300_000)))
-    flags = [f"--input={tmp_path}/a.txt", f"--tokenizer={tokenizer_file}", "--shard_mib=1", f"--workers={workers}"]
+    flags = [f"--input={tmp_path}/a.txt", f"--tokenizer={words_tokenizer()}", "--shard_mib=1", f"--workers={workers}"]
     full_disk(1 << 13)
     process = start("prepare", *flags, f"--output={tmp_path}/out")
     full_disk(-1)
@@ -314,9 +310,9 @@ def test_a_full_disk_is_told_in_one_line(workers, tmp_path, tokenizer_file, full
     assert re.fullmatch(r"error: File too large: .*\n", err)
 
 
-def test_two_at_a_time_do_not_write_to_one_directory(tmp_path, tokenizer_file):
+def test_two_at_a_time_do_not_write_to_one_directory(tmp_path):
     (tmp_path / "a.txt").write_text(" ".join(random.Random(0).choices(WORDS, k=3_000_000)))
-    flags = [f"--input={tmp_path}/a.txt", f"--tokenizer={tokenizer_file}", f"--output={tmp_path}/out", "--workers=1"]
+    flags = [f"--input={tmp_path}/a.txt", f"--tokenizer={words_tokenizer()}", f"--output={tmp_path}/out", "--workers=1"]
     first = start("prepare", *flags)
     wait_until((tmp_path / "out" / ".progress" / "plan.json").exists, first)
     _, err = run("prepare", *flags, code=2)
@@ -325,10 +321,10 @@ def test_two_at_a_time_do_not_write_to_one_directory(tmp_path, tokenizer_file):
     assert first.returncode == 0
 
 
-def test_fuzzed_files_are_counted_and_named_and_never_raise(tmp_path, tokenizer_file):
+def test_fuzzed_files_are_counted_and_named_and_never_raise(tmp_path):
     (tmp_path / "in").mkdir()
     write_files(tmp_path / "in", FUZZED)
-    manifest = make(tokenizer_file, tmp_path / "in", tmp_path / "out", shard=1 << 14, on_error="skip", dedup=True)
+    manifest = make(tmp_path / "in", tmp_path / "out", shard=1 << 14, on_error="skip", dedup=True)
     dropped = [json.loads(line) for line in (tmp_path / "out" / "dropped.jsonl").read_text().splitlines()]
     assert len(dropped) > FUZZED / 2
     assert all(item["where"].startswith(f"{tmp_path}/in/") and "\n" not in item["reason"] for item in dropped)

@@ -9,7 +9,7 @@ import pytest
 from conftest import run, start
 from fuzz_inputs import write_files
 from helpers import wait_until
-from test_prepare import contents, make, tokenizer_file, write_pairs  # noqa: F401  a fixture
+from test_prepare import contents, make, words_tokenizer, write_pairs
 
 pytest.importorskip("apache_beam", reason="Apache Beam is not installed: pip install -e '.[beam]'")
 
@@ -35,36 +35,30 @@ def write_source(directory):
 
 
 @pytest.mark.parametrize("options", [["--runner=FnApiRunner"], ON_PRISM])  # in this process
-def test_beam_writes_the_same_bytes_and_goes_on_from_the_shards_that_are_there(
-    options,
-    tmp_path,
-    tokenizer_file,  # noqa: F811
-    monkeypatch,
-    store,
-):
+def test_beam_writes_the_same_bytes_and_goes_on_from_the_shards_that_are_there(options, tmp_path, monkeypatch, store):
     write_source(tmp_path / "in")
     beam = functools.partial(BeamRunner, options=options, count=1)
     keys = {"shard": 1 << 14, "dedup": True, "held_out": 0.1, "on_error": "skip"}
-    make(tokenizer_file, tmp_path / "in", tmp_path / "local", **keys)
+    make(tmp_path / "in", tmp_path / "local", **keys)
     monkeypatch.setattr(duplicates, "_PARTITION", 8)  # keys compared at a time
-    manifest = make(tokenizer_file, tmp_path / "in", tmp_path / "beam", runner=beam, **keys)
+    manifest = make(tmp_path / "in", tmp_path / "beam", runner=beam, **keys)
     assert contents(tmp_path / "beam") == contents(tmp_path / "local")
     assert manifest.dropped["duplicate"] >= 50
-    make(tokenizer_file, tmp_path / "in", "gs://bucket/beam", runner=beam, **keys)  # where Beam groups the keys
+    make(tmp_path / "in", "gs://bucket/beam", runner=beam, **keys)  # where Beam groups the keys
     kept = {name.removeprefix("beam/"): content for name, (_, content) in store.objects.items()}
     assert {name: content for name, content in kept.items() if content} == contents(tmp_path / "local")
     with pytest.raises(ValueError, match="on_error=skip"):
-        make(tokenizer_file, tmp_path / "in", tmp_path / "mixed", **(keys | {"on_error": "stop"}))
-    make(tokenizer_file, tmp_path / "in", tmp_path / "mixed", runner=beam, **keys)
+        make(tmp_path / "in", tmp_path / "mixed", **(keys | {"on_error": "stop"}))
+    make(tmp_path / "in", tmp_path / "mixed", runner=beam, **keys)
     assert contents(tmp_path / "mixed") == contents(tmp_path / "local")
 
 
 @pytest.mark.parametrize(
     ("kill", "how", "said"), [(os.kill, signal.SIGKILL, ""), (os.killpg, signal.SIGINT, INTERRUPTED)]
 )
-def test_workers_that_have_begun_nothing_end_with_the_pipeline(kill, how, said, tmp_path, tokenizer_file):  # noqa: F811
+def test_workers_that_have_begun_nothing_end_with_the_pipeline(kill, how, said, tmp_path):
     write_pairs(tmp_path / "pairs.jsonl", 1000)
-    flags = [f"--input={tmp_path}/pairs.jsonl", f"--tokenizer={tokenizer_file}", "--workers=2", "--runner=beam"]
+    flags = [f"--input={tmp_path}/pairs.jsonl", f"--tokenizer={words_tokenizer()}", "--workers=2", "--runner=beam"]
     process = start("prepare", *flags, f"--output={tmp_path}/out")
     children = functools.partial(psutil.Process(process.pid).children, recursive=True)
     wait_until(lambda: len(children()) >= 4, process)  # two workers, each below a shell
@@ -75,11 +69,11 @@ def test_workers_that_have_begun_nothing_end_with_the_pipeline(kill, how, said, 
 
 
 @pytest.mark.slow
-def test_a_killed_pipeline_goes_on_where_it_was(tmp_path, tokenizer_file):  # noqa: F811
+def test_a_killed_pipeline_goes_on_where_it_was(tmp_path):
     (tmp_path / "in").mkdir()
     for index in range(4):
         write_pairs(tmp_path / "in" / f"{index}.jsonl", 50_000, index)
-    flags = [f"--input={tmp_path}/in", f"--tokenizer={tokenizer_file}", "--shard_mib=1", "--workers=2", "--dedup"]
+    flags = [f"--input={tmp_path}/in", f"--tokenizer={words_tokenizer()}", "--shard_mib=1", "--workers=2", "--dedup"]
     run("prepare", *flags, f"--output={tmp_path}/straight")
     progress = tmp_path / "killed" / ".progress"
     for name, kill, how in (("digests-*", os.kill, signal.SIGKILL), ("done-*", os.killpg, signal.SIGINT)):

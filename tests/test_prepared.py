@@ -11,29 +11,29 @@ import hypothesis.strategies as st
 import numpy as np
 import pytest
 from conftest import TINY_RUN, config_with, refused, run, unprivileged
-from test_prepare import make, tokenizer_file, write_pairs
+from test_prepare import make, words_tokenizer, write_pairs
 
 from refusion_jax import UserError
 from refusion_jax.data.dataset import load_dataset
 from refusion_jax.data.loader import RowOrder, epochs, host_batches, row_order
 from refusion_jax.data.packing import PackedRows
 from refusion_jax.data.prepared import MixedRows, PreparedRows
+from refusion_jax.data.tokenizer import SentencePieceTokenizer
 from refusion_jax.evaluation.heldout import find_held_out
 from refusion_jax.training.events import account, read_events
 from refusion_jax.training.inspection import verify
 from refusion_jax.training.metrics import read_metrics
 
-__all__ = ["tokenizer_file"]  # a fixture
 ROW = 64
 
 
 @pytest.fixture(scope="module")
-def prepared(tmp_path_factory, tokenizer_file):
+def prepared(tmp_path_factory):
     """Two prepared directories of different sizes, a and b."""
     home = tmp_path_factory.mktemp("prepared")
     for name, count in (("a", 400), ("b", 90)):
         write_pairs(home / f"{name}.jsonl", count, seed=count)
-        make(tokenizer_file, home / f"{name}.jsonl", home / name)
+        make(home / f"{name}.jsonl", home / name)
     return home
 
 
@@ -120,13 +120,13 @@ def test_a_mixture_keeps_its_weights_and_each_source_its_epochs(parts, places):
         assert len(set(own[len(own) // size * size :])) == len(own) % size
 
 
-def config(prepared, tokenizer_file, path, **keys):
-    own = {"data.path": path.format(prepared), "row_length": ROW, "data.tokenizer": str(tokenizer_file)}
+def config(prepared, path, **keys):
+    own = {"data.path": path.format(prepared), "row_length": ROW, "data.tokenizer": str(words_tokenizer())}
     return config_with(**own | keys)
 
 
-def test_a_mixture_of_directories(prepared, tokenizer_file, tmp_path):
-    own = config(prepared, tokenizer_file, "{0}/a,{0}/b", **{"data.weights": (1, 3)})
+def test_a_mixture_of_directories(prepared, tmp_path):
+    own = config(prepared, "{0}/a,{0}/b", **{"data.weights": (1, 3)})
     _, rows = load_dataset(own, tmp_path)
     assert isinstance(rows, MixedRows)
     a, b = (PreparedRows(str(prepared / name)) for name in "ab")
@@ -134,9 +134,9 @@ def test_a_mixture_of_directories(prepared, tokenizer_file, tmp_path):
     np.testing.assert_array_equal(rows[len(a) - 1]["tokens"], a[len(a) - 1]["tokens"])
     np.testing.assert_array_equal(rows[len(a)]["tokens"], b[0]["tokens"])
     assert epochs(rows, 400) == {"epoch_a": 100 / len(a), "epoch_b": 300 / len(b)}
-    _, other = load_dataset(config(prepared, tokenizer_file, "{0}/a,{0}/b"), tmp_path)
+    _, other = load_dataset(config(prepared, "{0}/a,{0}/b"), tmp_path)
     assert rows.fingerprint() != other.fingerprint()
-    assert epochs(load_dataset(config(prepared, tokenizer_file, "{0}/a"), tmp_path)[1], 8) == {"epoch": 8 / len(a)}
+    assert epochs(load_dataset(config(prepared, "{0}/a"), tmp_path)[1], 8) == {"epoch": 8 / len(a)}
 
 
 @pytest.mark.parametrize(
@@ -150,26 +150,25 @@ def test_a_mixture_of_directories(prepared, tokenizer_file, tmp_path):
         ("{0}/a.jsonl", {"data.weights": (1,)}, "only prepared directories are mixed by weight"),
     ],
 )
-def test_what_does_not_fit_is_refused_by_name(path, keys, said, prepared, tokenizer_file, tmp_path):
+def test_what_does_not_fit_is_refused_by_name(path, keys, said, prepared, tmp_path):
     with pytest.raises(UserError, match=said):
-        load_dataset(config(prepared, tokenizer_file, path, **keys), tmp_path)
+        load_dataset(config(prepared, path, **keys), tmp_path)
 
 
 def test_another_tokenizer_is_refused(prepared, tmp_path):
-    from refusion_jax.data.tokenizer import SentencePieceTokenizer
-
     other = SentencePieceTokenizer.train(["eight nine ten"] * 9, 280)
     (tmp_path / "other.model").write_bytes(other.model)
-    own = config(prepared, tmp_path / "other.model", "{0}/a", **{"eval.path": f"{prepared}/a"})
+    keys = {"data.tokenizer": f"{tmp_path}/other.model", "eval.path": f"{prepared}/a"}
+    own = config(prepared, "{0}/a", **keys)
     with pytest.raises(UserError, match="^--config.data.path: .*/a was made with another tokenizer than the run's"):
         load_dataset(own, tmp_path)
     with pytest.raises(UserError, match="^--config.eval.path: .*/a was made with another tokenizer than the run's"):
         find_held_out(own, other)
 
 
-def test_damage_is_found(tokenizer_file, tmp_path):
+def test_damage_is_found(tmp_path):
     write_pairs(tmp_path / "a.jsonl", 300)
-    make(tokenizer_file, tmp_path / "a.jsonl", tmp_path / "out", shard=1 << 20)
+    make(tmp_path / "a.jsonl", tmp_path / "out", shard=1 << 20)
     (file,) = (tmp_path / "out").glob("rows-*")
     whole = file.read_bytes()
     assert verify(str(tmp_path / "out")) == len(PreparedRows(str(tmp_path / "out")))
