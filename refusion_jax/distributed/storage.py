@@ -103,8 +103,7 @@ def replacing(path: epath.PathLike) -> Iterator[Path]:
         return
     target = Path(os.path.realpath(path))
     target.parent.mkdir(parents=True, exist_ok=True)
-    name = target.name[:50]  # names have at most 255 bytes, and characters up to 4
-    temporary = target.with_name(f".tmp-{name}.{secrets.token_hex(4)}")
+    temporary = target.with_name(f".tmp-{target.name}.{secrets.token_hex(4)}")
     try:
         yield temporary
         with open(temporary, "rb") as file:
