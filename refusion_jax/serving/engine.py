@@ -76,14 +76,18 @@ class Job:
 def sized(settings: Settings, model: ModelConfig, most: int = 2**31) -> Settings:
     """The settings with `cache_length` and `max_new_tokens`, which an engine needs, filled in.
 
-    By default the cache has room for the context, at most for `most` tokens; SettingError if it exceeds the context.
+    By default the cache has room for the context, at most for `most` tokens; SettingError if it exceeds the context, or
+    an answer leaves no room for a prompt.
     """
     reads = model.max_position_embeddings
     if settings.cache_length > reads:
         settings.refuse("cache_length", f"the model reads {reads} tokens")
     room = settings.cache_length or min(reads, most)
     fitting = settings.for_model(model).fill_in(room // 2, _NEW_TOKENS).max_new_tokens
-    return dataclasses.replace(settings, cache_length=room, max_new_tokens=fitting)
+    own = dataclasses.replace(settings, cache_length=room, max_new_tokens=fitting)
+    if (new := own.for_model(model).new_tokens) >= room:
+        own.refuse("max_new_tokens", f"leaves no room for a prompt: {new} tokens in a cache of {room}")
+    return own
 
 
 class Engine:
@@ -102,7 +106,7 @@ class Engine:
         Args:
           model: from `load_model`, only on devices of this process.
           settings: defaults for all requests. `max_new_tokens` is the most that a request may ask for, and
-            `cache_length` the most tokens of prompt and answer; both must be set.
+            `cache_length` the most tokens of prompt and answer; both must be set, see `sized`.
           rows: decoded at once.
           grammar: any grammar, for an engine that serves requests with grammars.
           prefix_cache: bytes on each device for the prefix cache; None: see `_kept_blocks`.
@@ -111,10 +115,6 @@ class Engine:
           UserError: if these do not fit together or into memory.
         """
         self.settings, self._config = settings.for_model(model.config), model.config
-        if self.settings.new_tokens >= settings.cache_length:
-            new = self.settings.new_tokens
-            why = f"leaves no room for a prompt: {new} tokens in a cache of {settings.cache_length}"
-            settings.refuse("max_new_tokens", why)
         whole = self.settings.multiple  # tokens that a decoder writes at once, even if a single one is asked for
         self._compiled = dataclasses.replace(self.settings, cache_length=settings.cache_length - 1 + whole)
         shortest = dataclasses.replace(self.settings, max_new_tokens=whole)
