@@ -62,7 +62,6 @@ def test_one_long_text_in_every_row_of_a_table_is_read_a_few_rows_at_a_time(tmp_
 
 CAPPED = """
 import resource, sys, types
-import pyarrow.parquet
 from refusion_jax.data import sources
 from refusion_jax.data.packing import usable
 sources._MOST = 1 << 25
