@@ -17,9 +17,14 @@ from refusion_jax.config import default_config, make_objective
 from refusion_jax.decoding import queue
 from refusion_jax.decoding.requests import prepare
 from refusion_jax.decoding.settings import Settings
-from refusion_jax.systems import registry
+from refusion_jax.systems import ar, registry
 from refusion_jax.systems.api import stream
 from refusion_jax.systems.interface import System
+
+
+@pytest.fixture(autouse=True)
+def _registered_for_the_test_alone(monkeypatch):
+    monkeypatch.setattr(registry, "_registered", {})
 
 
 @pytest.fixture
@@ -42,48 +47,34 @@ def copy_of_llada(name: str) -> str:
     return source
 
 
-def undecorated(name: str) -> str:
-    """The copy with a class that is no dataclass of its own."""
-    return copy_of_llada("odd").replace(f"@dataclasses.dataclass(frozen=True)\nclass {name}", f"class {name}")
+DATACLASS = "@dataclasses.dataclass(frozen=True)\nclass "
 
 
 @pytest.mark.parametrize(
-    ("source", "why"),
+    ("part", "instead", "why"),
     [
-        ("import nowhere", "ModuleNotFoundError: No module named 'nowhere'"),
-        (copy_of_llada("llada"), "UserError: system 'llada': 'llada' has this name or one of its decoders' already"),
-        (copy_of_llada("odd").replace("def corrupt(", "def corupt("), "UserError: .*its objective has no corrupt"),
-        (copy_of_llada("odd").replace('{"odd": reference}', "{}"), "UserError: .*its decoder 'odd' has no reference"),
-        (
-            copy_of_llada("odd").replace('"odd",', '"odd", is_default=True,', 1),
-            "UserError: .*'refusion' is the default",
-        ),
-        (copy_of_llada("odd").replace("=MaskedDiffusion,", "=MaskedDiffusion(0),"), "UserError: .*no base class Objec"),
-        (copy_of_llada("odd").replace('name="odd"', 'name="o.d"'), "UserError: .*section has no name of letters"),
-        (copy_of_llada("odd").replace('former={"eps": 1e-3}', 'block_key="eps"'), "UserError: .*no setting 'eps', its"),
-        (copy_of_llada("odd").replace("padding: float", "more: float\n    padding: float"), "TypeError: .*'more'"),
-        (copy_of_llada("odd").replace("steps: int", "width: int"), "UserError: .*its --decode.width has no name"),
-        (copy_of_llada("odd").replace("setting(0,", "setting(None,"), "UserError: .*its --decode.steps has no default"),
-        (
-            copy_of_llada("odd").replace("steps: int = setting(0,", "steps: tuple = setting((0, 1),"),
-            "UserError: .*steps has no",
-        ),
-        (
-            copy_of_llada("odd").replace('= {"mdm": 1.0}', '= ["mdm"]'),
-            "UserError: .*has coefficients of type list, not M",
-        ),
-        (
-            copy_of_llada("odd").replace("= BIDIRECTIONAL", '= "full"'),
-            "UserError: .*has pattern of type str, not Patter",
-        ),
-        (undecorated("MaskedDiffusion(Objective)"), "UserError: .*its objective has no decorator @dataclass"),
-        (undecorated("DiffusionSettings(shared"), "UserError: .*settings class of its decoder 'odd' has no decorator"),
+        ("import dataclasses", "import nowhere", "ModuleNotFoundError: No module named 'nowhere'"),
+        ('name="odd"', 'name="ar"', "UserError: system 'ar': 'ar' has this name or one of its decoders' already"),
+        ("def corrupt(", "def corupt(", "UserError: .*its objective has no corrupt"),
+        ('{"odd": reference}', "{}", "UserError: .*its decoder 'odd' has no reference"),
+        ('"odd",', '"odd", is_default=True,', "UserError: .*'refusion' is the default"),
+        ("=MaskedDiffusion,", "=MaskedDiffusion(0),", "UserError: .*no base class Objec"),
+        ('name="odd"', 'name="o.d"', "UserError: .*section has no name of letters"),
+        ('former={"eps": 1e-3}', 'block_key="eps"', "UserError: .*no setting 'eps', its"),
+        ("padding: float", "more: float\n    padding: float", "TypeError: .*'more'"),
+        ("steps: int", "width: int", "UserError: .*its --decode.width has no name"),
+        ("steps: int = setting(0,", "steps: int = setting(None,", "UserError: .*its --decode.steps has no default"),
+        ("steps: int = setting(0,", "steps: tuple = setting((0, 1),", "UserError: .*steps has no"),
+        ('= {"mdm": 1.0}', '= ["mdm"]', "UserError: .*has coefficients of type list, not M"),
+        ("= BIDIRECTIONAL", '= "full"', "UserError: .*has pattern of type str, not Patter"),
+        (f"{DATACLASS}MaskedDiff", "class MaskedDiff", "UserError: .*its objective has no decorator @dataclass"),
+        (f"{DATACLASS}DiffusionS", "class DiffusionS", "UserError: .*class of its decoder 'odd' has no decorator"),
     ],
 )
-def test_a_system_that_is_not_whole_is_named_and_breaks_no_other(folder, capsys, source, why):
+def test_a_system_that_is_not_whole_is_named_and_breaks_no_other(folder, capsys, part, instead, why):
     before = list(registry.systems())
     registry.found_everywhere.cache_clear()
-    (folder / "broken.py").write_text(source)
+    (folder / "broken.py").write_text(copy_of_llada("odd").replace(part, instead, 1))
     (folder / "copied.py").write_text(copy_of_llada("copied"))
     assert set(registry.systems()) == {*before, "copied"}
     (line,) = capsys.readouterr().err.splitlines()
@@ -99,7 +90,6 @@ def test_a_decoder_of_models_that_no_system_trains_is_told_of(folder, capsys):
 
 def test_a_new_system_is_found_by_its_name_and_trains_and_decodes(monkeypatch):
     """Registered from outside: no file of the package knows it."""
-    monkeypatch.setattr(registry, "_registered", {})
     llada = registry.systems()["llada"]
     toy = dataclasses.replace(
         llada,
@@ -143,8 +133,7 @@ def test_a_new_system_is_found_by_its_name_and_trains_and_decodes(monkeypatch):
         settings("toy")
 
 
-def test_two_systems_that_decode_each_others_models_are_registered_one_of_them_twice(monkeypatch):
-    monkeypatch.setattr(registry, "_registered", {})
+def test_two_systems_that_decode_each_others_models_are_registered_one_of_them_twice():
     llada = registry.systems()["llada"]
 
     def one_of_two(name, other):
@@ -216,46 +205,38 @@ def test_a_batch_that_does_not_fit_is_refused_with_the_name_of_its_objective(cha
         (None, "Odd.init: returns NoneType, not a RowState"),
     ],
 )
-def test_a_decoder_whose_states_are_wrong_is_refused_by_its_name(monkeypatch, change, why):
-    ar = registry.systems()["ar"]
-
-    class Odd(ar.decoders["ar"]):
+def test_a_decoder_whose_states_are_wrong_is_refused_by_its_name(change, why):
+    class Odd(ar.LeftToRight):
         def init(self, *given):
             return super().init(*given) if change else None
 
         def step(self, model, state):
             return change(state, super().step(model, state))
 
-    monkeypatch.setattr(registry, "_registered", {})
-    registry.register(System("odd", None, {"odd": Odd}, {"odd": ar.references["ar"]}))
+    registry.register(System("odd", None, {"odd": Odd}, {"odd": ar.reference}))
     with pytest.raises(UserError, match=why):
         decode(sharp_model(), PROMPTS[:2], settings("odd"))
 
 
-def test_a_decoder_with_a_field_that_jit_does_not_take_is_refused_by_its_name(monkeypatch):
-    ar = registry.systems()["ar"]
-
+def test_a_decoder_with_a_field_that_jit_does_not_take_is_refused_by_its_name():
     @dataclasses.dataclass(frozen=True, kw_only=True)
-    class Odd(ar.decoders["ar"]):
+    class Odd(ar.LeftToRight):
         sizes: list = dataclasses.field(default_factory=list)
 
-    monkeypatch.setattr(registry, "_registered", {})
-    registry.register(System("odd", None, {"odd": Odd}, {"odd": ar.references["ar"]}))
+    registry.register(System("odd", None, {"odd": Odd}, {"odd": ar.reference}))
     with pytest.raises(UserError, match="test_registry.Odd: unhashable type: 'list': its fields are static in `jit`"):
         decode(sharp_model(), PROMPTS[:2], settings("odd"))
 
 
 def test_a_decoder_that_commits_nothing_for_long_is_not_ended_early_where_its_passes_are_recorded(monkeypatch):
     """A recorded run is shorter than it is asked to be: only the passes that were made count."""
-    ar = registry.systems()["ar"]
 
-    class Slow(ar.decoders["ar"]):
+    class Slow(ar.LeftToRight):
         def step(self, model, state):
             begins, waits = state.forwards[0] >= 40, state.replace(forwards=state.forwards + 1)
             return jax.tree.map(lambda x, y: jnp.where(begins, x, y), super().step(model, state), waits)
 
-    monkeypatch.setattr(registry, "_registered", {})
-    registry.register(System("slow", None, {"slow": Slow}, {"slow": ar.references["ar"]}))
+    registry.register(System("slow", None, {"slow": Slow}, {"slow": ar.reference}))
     monkeypatch.setattr(queue, "_IDLE", 56)
     model, own = sharp_model(), settings("slow")
     ((_, answer),) = stream(model, prepare(PROMPTS[:1], own, model.config), record=lambda *_: None)
