@@ -222,6 +222,14 @@ def test_a_field_that_is_not_understood_is_refused_by_name(name, change, said, t
 
 
 SCALED = {"rope_type": "linear", "factor": 4.0}
+
+
+def read(path, described, *how):
+    """The shape that a config.json of this content describes, next to what else a directory holds."""
+    (path / "config.json").write_text(json.dumps(described))
+    return huggingface_config.read_model_config(epath.Path(path), *how)
+
+
 CONTRADICTIONS = [  # what config.json says of a family (...: nothing), and what is said of that
     ("llama", {"is_causal": False}, "is_causal=false is not supported"),
     ("llama", {"architectures": ["Other"]}, r'architectures=\["Other"\] is not .* we read \["LlamaForCausalLM"\]'),
@@ -240,6 +248,9 @@ CONTRADICTIONS = [  # what config.json says of a family (...: nothing), and what
     ("qwen3", {"rope_scaling": SCALED, "rope_parameters": {"rope_theta": 9.0}}, "rope_scaling and rope_parameters say"),
     ("qwen3", {"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor.* is not supported"),
     ("qwen3", {"rope_scaling": LLAMA3 | {"low_freq_factor": 8.0, "original_max_position_embeddings": 32}}, "less than"),
+    ("qwen3", {"num_experts": 8}, "num_experts=8: family=qwen3 has none"),
+    ("qwen3_moe", {"num_experts_per_tok": 9}, "num_experts_per_tok=9 must be 1 to 4 for family=qwen3_moe"),
+    ("qwen3_moe", {"mlp_only_layers": [0]}, r"mlp_only_layers=\[0\] is not supported"),
     ("qwen3_moe", {"num_experts": 4, "num_local_experts": 2}, "num_local_experts=2 and num_experts=4 contradict"),
     ("mistral", {"sliding_window": ...}, "sliding_window=4096 is not supported"),
     ("gemma3_text", {"layer_types": ["full_attention"] * 3}, "we read num_hidden_layers=2 times full_attention, or"),
@@ -256,7 +267,6 @@ CONTRADICTIONS = [  # what config.json says of a family (...: nothing), and what
         "rope_parameters scale those of sliding_attention",
     ),
     ("smollm3", {"attention_bias": True}, "attention_bias=true is not supported"),
-    ("smollm3", {"use_sliding_window": True, "sliding_window": 64}, "use_sliding_window=true is not supported"),
     ("smollm3", {"layer_types": ["full_attention", "sliding_attention"]}, "layer_types=.* times full_attention$"),
     ("smollm3", {"no_rope_layers": [0, 1]}, r"no_rope_layers=\[0, 1\] is not .* num_hidden_layers=2 times 1, or 0"),
     ("smollm3", {"no_rope_layers": [1]}, r"no_rope_layers=\[1\] is not supported"),
@@ -274,12 +284,10 @@ NEEDED = {
 def test_what_would_be_another_computation_is_refused(family, changes, said, tmp_path):
     """What transformers computes otherwise, or refuses."""
     described = huggingface_config.describe(tiny_config(family=family, **NEEDED.get(family, {})), "float32")
-    (tmp_path / "config.json").write_text(json.dumps(described))
-    huggingface_config.read_model_config(epath.Path(tmp_path))
+    read(tmp_path, described)
     described = {key: value for key, value in (described | changes).items() if value is not ...}
-    (tmp_path / "config.json").write_text(json.dumps(described))
     with pytest.raises(UserError, match=said):
-        huggingface_config.read_model_config(epath.Path(tmp_path))
+        read(tmp_path, described)
 
 
 DEFAULTS = {"num_key_value_heads": 4, "tie_word_embeddings": True, "rope_theta": 2e6, "no_rope_layer_interval": 4}
@@ -300,8 +308,7 @@ def test_what_config_json_leaves_out_is_the_familys_default(family, expected, tm
     shape = tiny_config(family=family, vocab_size=128_256, num_attention_heads=8, **NEEDED.get(family, {}))
     described = huggingface_config.describe(shape, "float32")
     described["architectures"] = [name.replace("Llama", "LLaMA") for name in described["architectures"]]  # at first
-    (tmp_path / "config.json").write_text(json.dumps({k: v for k, v in described.items() if k not in expected}))
-    config = huggingface_config.read_model_config(epath.Path(tmp_path))
+    config = read(tmp_path, {k: v for k, v in described.items() if k not in expected})
     assert {key: getattr(config, key) for key in expected} == expected
 
 
@@ -309,8 +316,7 @@ def test_of_several_tokens_that_end_a_text_an_answer_ends_with_the_templates_or_
     pieces = SentencePieceTokenizer.train(["hello world, this is a text. " * 3] * 9, 290)
     described = huggingface_config.describe(tiny_config(vocab_size=320, num_tokens=290, mask_token_id=4), "float32")
     for ids, expected in (([9, pieces.eos_id, 8], pieces.eos_id), ([9, 8], 9)):
-        (tmp_path / "config.json").write_text(json.dumps(described | {"eos_token_id": ids}))
-        assert huggingface_config.read_model_config(epath.Path(tmp_path), pieces).eos_token_id == expected
+        assert read(tmp_path, described | {"eos_token_id": ids}, pieces).eos_token_id == expected
     chat = write_tokenizer(tmp_path / "chat", eos_token="<|endoftext|>")  # Gemma 3's ends no turn
     turn, document = load_tokenizer_file(chat, "<mask>").encode_chat(["<|im_end|><|endoftext|>"])[0]
     (tmp_path / "run").mkdir()
@@ -346,8 +352,7 @@ def test_without_a_tokenizer_as_many_ids_are_tokens_as_the_export_says_and_all_w
     changes, mask, expected, tmp_path
 ):
     described = huggingface_config.describe(tiny_config(vocab_size=320, num_tokens=290, mask_token_id=4), "float32")
-    (tmp_path / "config.json").write_text(json.dumps(described | changes))
-    assert huggingface_config.read_model_config(epath.Path(tmp_path), None, mask).num_tokens == expected
+    assert read(tmp_path, described | changes, None, mask).num_tokens == expected
 
 
 def plain_model(path, **changes):
@@ -386,9 +391,7 @@ def test_a_model_that_has_learnt_to_read_a_mask_token_is_trained_on_with_it(tmp_
 def test_a_rope_where_transformers_5_keeps_it_is_found_also_next_to_the_same_in_older_words(old, tmp_path):
     described = huggingface_config.describe(tiny_config(), "float32")
     del described["rope_theta"]
-    described["rope_parameters"] = SCALED | {"rope_theta": 5e5}
-    (tmp_path / "config.json").write_text(json.dumps(described | old))
-    config = huggingface_config.read_model_config(epath.Path(tmp_path))
+    config = read(tmp_path, described | {"rope_parameters": SCALED | {"rope_theta": 5e5}} | old)
     assert (config.rope_theta, config.rope_scaling) == (5e5, (4.0,))
 
 
