@@ -72,15 +72,6 @@ def test_a_long_prompt_is_prefilled_in_whole_blocks(block_size):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), pieces, whole)
 
 
-def test_where_all_is_sure_a_sub_block_takes_a_forward():
-    """A prompt of 4 and 12 new tokens in blocks of 8, sub-blocks of 2: two forwards, a commit, four forwards."""
-    s = settings("block_diffusion", new=12, block_size=8, sub_block=2, threshold=0.0, eos_id=29)
-    out = decode(sharp_model(), PROMPTS[:1], s)
-    assert len(out.tokens[0]) == 12
-    assert out.commit_order[0] == list(range(4, 16))
-    assert out.forwards == [2 + 1 + 4]
-
-
 SEGMENTS = [1] * 12 + [2] * 9 + [0] * 3
 RESPONSE = [0] * 3 + [1] * 9 + [0] + [1] * 8 + [0] * 3
 
@@ -126,14 +117,6 @@ def test_weights_of_card_are_the_recursion_of_the_paper(own_mask):
         np.testing.assert_array_equal(batch.labels[0][labelled], np.arange(6, 30)[labelled])
 
 
-def test_where_all_is_sure_a_block_of_card_takes_a_pass_and_a_commit_pass():
-    out = decode(sharp_model(), PROMPTS, settings("card", draft_length=4, threshold=0.0, eos_id=29))
-    for tokens, forwards in zip(out.tokens, out.forwards, strict=True):
-        assert forwards <= 4 + 3
-        assert (forwards == 7) == (len(tokens) > 12)
-    assert max(out.forwards) == 7
-
-
 def test_a_pass_of_card_that_reveals_nothing_is_the_last_unless_the_next_one_draws_again():
     for temperature, passes in ((0.0, 1), (1.0, 3)):
         own = settings("card", new=4, draft_length=4, passes=3, threshold=1.0, temperature=temperature)
@@ -174,17 +157,29 @@ def test_blocks_of_wedlm_are_reordered_and_weighted_as_by_hand():
     assert masked > 5
 
 
-def test_where_all_is_sure_a_forward_fills_the_whole_window():
-    model = sharp_model()
-    out = decode(model, PROMPTS, settings("wedlm", window=4, entropy_threshold=100.0, eos_id=29))
-    whole = [tokens for tokens in out.tokens if len(tokens) == 16]
-    assert all(forwards <= 4 for forwards in out.forwards)
-    assert len(whole) == sum(forwards == 4 for forwards in out.forwards)
+@pytest.mark.parametrize(
+    ("method", "own", "forwards"),
+    [
+        # After a prompt of 4, in blocks of 8 and sub-blocks of 2: two forwards, a commit, four forwards.
+        ("block_diffusion", {"new": 12, "block_size": 8, "sub_block": 2, "threshold": 0.0}, 2 + 1 + 4),
+        ("card", {"draft_length": 4, "threshold": 0.0}, 4 + 3),
+        ("wedlm", {"window": 4, "entropy_threshold": 100.0}, 4),
+        ("fast_dllm", {"block_length": 4, "threshold": 0.0}, 4),
+    ],
+)
+def test_where_all_is_sure_a_forward_fills_all_that_it_may(method, own, forwards):
+    """So an answer takes a forward for each block, and where that does not commit it one more between two."""
+    out = decode(sharp_model(), PROMPTS[:1], settings(method, eos_id=29, **own))
+    assert (out.finish_reason, out.forwards) == (["length"], [forwards])
 
 
 @pytest.mark.parametrize(
     ("method", "own"),
-    [("block_diffusion", {"new": 12, "block_size": 8, "threshold": 1.0}), ("wedlm", {"entropy_threshold": 0.0})],
+    [
+        ("block_diffusion", {"new": 12, "block_size": 8, "threshold": 1.0}),
+        ("wedlm", {"entropy_threshold": 0.0}),
+        ("fast_dllm", {"block_length": 4, "threshold": 1.0}),
+    ],
 )
 def test_where_nothing_is_sure_a_forward_reveals_one(method, own):
     """So does a pass that commits a block."""
