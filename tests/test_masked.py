@@ -4,23 +4,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import (
-    BOS,
-    MASK,
-    PAD,
-    PROMPTS,
-    equipped,
-    logits_of,
-    settings,
-    sharp_model,
-    sharp_models,
-    tiny_config,
-    tiny_model,
-)
-from helpers import SHIPPED, tiny_qwen3, write_tokenizer
+from conftest import BOS, MASK, PAD, PROMPTS, equipped, logits_of, settings, sharp_model, sharp_models, tiny_model
+from helpers import tiny_qwen3, write_tokenizer
 from test_huggingface import change_config
 
-from refusion_jax import UserError, decode, load_model
+from refusion_jax import UserError, decode
 from refusion_jax.batch.rows import Rows
 from refusion_jax.checkpoints.load import load_for
 from refusion_jax.data.fast_tokenizer import load_tokenizer_file
@@ -37,8 +25,9 @@ from refusion_jax.systems.registry import decoders_for
 def fed(requests: list[Request], block_length: int, block: int, merge: int) -> list[str]:
     """The fed tokens of each row in a block: a letter for each place of the text."""
     s = settings("llada", new=7, block_length=block_length, merge=merge)
-    requests = prepare(requests, s, tiny_config())
-    decoder = decoder_for(requests, tiny_config())
+    config = sharp_models()[0].config
+    requests = prepare(requests, s, config)
+    decoder = decoder_for(requests, config)
     layout = jax.tree.map(jnp.asarray, decoder.lay_out(requests))
     keys = jax.random.split(jax.random.key(0), len(requests))
     state = decoder.start_text(MaskedText, layout, keys)
@@ -74,13 +63,6 @@ def test_a_window_that_holds_the_whole_text_leaves_the_order_of_confidence():
             assert conv.forwards[i] == plain.forwards[i]  # both end where the answer is final
 
 
-@pytest.mark.usefixtures("all_shapes")
-def test_a_narrow_window_writes_next_to_what_is_known():
-    """In a window of 3 only masks next to known tokens have any confidence: the text grows at its end."""
-    out = decode(sharp_models()[0], PROMPTS, settings("conv", conv_window=3))
-    assert all(order == sorted(order) for order in out.commit_order)
-
-
 def decoded(layers: int, reuse: str):
     own = settings("fast_dllm", reuse=reuse, block_length=6, threshold=0.4)
     return decode(sharp_model(3, num_hidden_layers=layers), PROMPTS, own)
@@ -100,14 +82,6 @@ def test_in_more_layers_a_cache_approximates(reuse):
     assert not all(same)
     firsts = zip(exact.commit_order, approximate.commit_order, strict=True)
     assert all(a[0] == b[0] for a, b in firsts)  # the first forward is over the whole text, with or without
-
-
-def test_a_threshold_nobody_reaches_commits_one_token_a_forward_and_one_that_all_reach_a_block():
-    model = sharp_model(3, num_hidden_layers=1)
-    slow = decode(model, PROMPTS[:2], settings("fast_dllm", block_length=4, threshold=1.0, new=8))
-    fast = decode(model, PROMPTS[:2], settings("fast_dllm", block_length=4, threshold=0.0, new=8))
-    assert slow.forwards == [len(order) for order in slow.commit_order]
-    assert fast.forwards == [-(-len(order) // 4) for order in fast.commit_order]
 
 
 def test_a_verifier_without_weight_refuses_nothing_and_all_is_written_at_once():
@@ -180,11 +154,6 @@ def test_a_verifier_may_have_fewer_ids_if_all_that_both_have_mean_the_same(tmp_p
         load_for(small, settings("apd", verifier=str(big)))
 
 
-def test_a_checkpoint_is_loaded_with_those_that_the_settings_name():
-    model = load_for(SHIPPED / "model", settings("apd", verifier=str(SHIPPED / "model")))
-    assert model.verifier.config == load_model(SHIPPED / "model").config
-
-
 def test_models_are_offered_the_decoders_for_them_and_last_those_that_need_more_than_the_model():
     assert decoders_for("llada") == ["llada", "conv", "fast_dllm", "apd"]
     assert decoders_for("dream") == ["dream", "conv", "fast_dllm", "apd"]
@@ -194,14 +163,6 @@ def test_models_are_offered_the_decoders_for_them_and_last_those_that_need_more_
 
 cart_weights = jax.jit(dream.cart_weights)
 OBJECTIVE = dream.ShiftedDiffusion(mask_id=MASK, padding=0.0, shuffle=False, cart_p=0.5)
-
-
-def test_weights_of_the_docstring_of_dream():
-    """inputs p q a M c M, and another document that must not count."""
-    clean = jnp.array([[1, 1, 1, 0, 1, 0, 1, 0]], bool)
-    weights = cart_weights(clean, jnp.array([[1, 1, 1, 1, 1, 1, 2, 2]]), 0.5)
-    np.testing.assert_allclose(weights[0, [3, 5]], [(1 + 1 / 2 + 1 / 4 + 1) / 4, (1 + 1 / 4 + 1 / 8 + 1 / 16) / 4])
-    np.testing.assert_allclose(weights[0, 7], 0.25)
 
 
 def test_weights_of_dream_are_the_double_sum_of_the_paper():
