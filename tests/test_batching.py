@@ -8,19 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import (
-    BOS,
-    PROMPTS,
-    ROOT,
-    all_but,
-    compiled,
-    equipped,
-    extend,
-    settings,
-    sharp_model,
-    tiny_config,
-    tiny_model,
-)
+from conftest import BOS, PROMPTS, all_but, compiled, equipped, extend, settings, sharp_model, tiny_config, tiny_model
 from flax import nnx
 
 from refusion_jax import Request, UserError, decode
@@ -228,14 +216,6 @@ def test_a_long_prompt_leaves_room_for_an_answer_of_whole_blocks_of_the_model():
     own = settings_for({"max_new_tokens": 48}, "d2f", room=128, model=model)
     (request,) = prepare([Request([BOS] * (128 - own.new_tokens), settings=own)], own, model)
     assert (len(request.prompt), request.settings.new_tokens) == (64, 64)
-
-
-def test_help_states_the_bytes_of_a_token_as_they_are():
-    c = tiny_config(num_hidden_layers=36, num_key_value_heads=8, head_dim=128)
-    assert kv.bytes_per_token(c, "bfloat16") == 147_456
-    assert 147_456 * 64 * 512 / 2**30 == 4.5
-    help_text = " ".join((ROOT / "refusion_jax/generate.py").read_text().split())
-    assert "147,456 bytes per token, 4.5 GiB for 64 rows of 512." in help_text
 
 
 @pytest.mark.thorough

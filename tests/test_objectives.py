@@ -18,16 +18,6 @@ from refusion_jax.systems import idlm
 from refusion_jax.systems.ar import NextToken
 from refusion_jax.systems.refusion.objective import Noise, draw_noise, hybrid_batch
 
-
-def objective(name: str):
-    return make_objective(config_with(objective=name, **{"slots.sizes": (2, 3, 4)}), MASK)
-
-
-def prepare(rows: Rows, seed: int = 0, name: str = "refusion") -> Batch:
-    keys = jax.vmap(jax.random.fold_in, (None, 0))(jax.random.key(seed), jnp.arange(rows.tokens.shape[0]))
-    return jax.jit(objective(name).corrupt)(rows, keys)
-
-
 drawn, corrupted = jax.jit(draw_noise, static_argnums=(2, 3)), jax.jit(hybrid_batch, static_argnums=2)
 
 
@@ -84,7 +74,8 @@ def test_a_missing_kind_of_label_is_zero_and_leaves_the_gradient_finite(document
 
 
 def test_a_label_counts_that_has_a_negative_weight():
-    batch, model = prepare(rows_of([(2, 7), (0, 5)]), name="ar"), tiny_model()
+    rows, model = rows_of([(2, 7), (0, 5)]), tiny_model()
+    batch = NextToken().corrupt(rows, jax.random.split(jax.random.key(0), 1))
     batch = batch.replace(weights={"ar": jnp.where(batch.labels % 2 == 0, -1.0, 2.0) * batch.weights["ar"]})
     logits = forward(model, batch.inputs, batch.positions, batch.visibility)
     found = weigh(model.cross_entropy(batch)[0], batch)["ar"]

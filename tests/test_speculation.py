@@ -14,11 +14,9 @@ from conftest import (
     BOS,
     MASK,
     PROMPTS,
-    ROOT,
-    causal,
     config_with,
     equipped,
-    forward,
+    logits_of,
     run,
     settings,
     sharp_models,
@@ -39,10 +37,10 @@ from refusion_jax.config.model import check_fits
 from refusion_jax.decoding.auxiliary import with_auxiliaries
 from refusion_jax.decoding.cache import bytes_per_token, visible_to_masks
 from refusion_jax.decoding.memory import bytes_needed
-from refusion_jax.decoding.requests import Request, prepare
+from refusion_jax.decoding.requests import prepare
 from refusion_jax.distributed.sharding import make_mesh
 from refusion_jax.model.shape import READ_ALIKE
-from refusion_jax.systems import dflash, pard, prompt_lookup
+from refusion_jax.systems import dflash, prompt_lookup
 from refusion_jax.systems.api import decoder_for
 from refusion_jax.systems.dense import drafting, objective
 from refusion_jax.systems.dense.objective import DenseSlots, Noise, dense_batch, draw_noise
@@ -82,8 +80,7 @@ def test_drawn_texts_are_distributed_as_next_token_predictions(method, changes, 
     model, k = tiny_model(3), 2
 
     def p(text):
-        logits = forward(model, jnp.array([text]), jnp.arange(len(text))[None], causal(jnp.ones((1, len(text)), int)))
-        logits = np.array(logits[0, -1])
+        logits = np.array(logits_of(model, [text])[0, -1])
         logits[[MASK, 0, 30, 31]] = -np.inf
         logits[np.argsort(logits)[:-k]] = -np.inf
         return {token: share for token, share in enumerate(np.array(jax.nn.softmax(logits))) if share > 0}
@@ -120,17 +117,6 @@ def test_a_model_that_ignores_its_place_accepts_every_draft(method, changes, for
     out = decode(model, PROMPTS, settings(method, new=17, **changes))
     assert out.tokens == [[9] * 17] * len(PROMPTS)
     assert out.forwards == [forwards] * len(PROMPTS)
-
-
-@pytest.mark.thorough
-def test_a_drafter_that_is_the_model_itself_has_its_first_draft_accepted():
-    for model in sharp_models()[:3]:
-        s = settings("pard", draft_length=3)
-        equal = with_auxiliaries(model, drafter=model)
-        out = decode(equal, PROMPTS, s)
-        expected = [pard.reference(equal, Request(prompt, settings=s)) for prompt in PROMPTS]
-        assert out.forwards == [one["forwards"] for one in expected]
-        assert all(2 * forwards <= len(tokens) + 1 for forwards, tokens in zip(out.forwards, out.tokens, strict=True))
 
 
 @pytest.mark.thorough
@@ -247,7 +233,7 @@ def test_what_dflash_cannot_read_is_refused(tmp_path):
     with pytest.raises(UserError, match="^--config.dflash.reads: method=dflash: "):  # as `plan` is
         train_program(config, tiny_config(), make_mesh({}, jax.devices()[:1]))
     flags = ["--config.objective=dflash", f"--config.dflash.reads={tmp_path}", f"--workdir={tmp_path / 'drafter'}"]
-    _, err = run("train", f"--config={ROOT / 'configs/quickstart.py'}", *flags, code=2)
+    _, err = run("train", "--config=configs/quickstart.py", *flags, code=2)
     assert re.search("^error: --config.dflash.reads: method=dflash: .* was trained with objective=llada, which", err)
 
 
@@ -262,12 +248,8 @@ def test_a_system_that_reads_another_model_and_has_no_decoder_trains(tmp_path):
     assert re.search("^error: --config.model.", err)
 
 
-def many(rows: Rows, count: int) -> Rows:
-    return jax.tree.map(lambda x: jnp.repeat(x, count, axis=0), rows)
-
-
 DOCS = [(2, 9), (0, 5), (3, 4)]
-ROWS = many(packed(DOCS, 26), 300)
+ROWS = jax.tree.map(lambda x: jnp.repeat(x, 300, axis=0), packed(DOCS, 26))
 
 
 @functools.cache
@@ -283,8 +265,7 @@ def test_the_matrix_of_the_docstring_is_the_mask_and_its_labels_those_of_the_exa
     start = jnp.array([[0, 1, 1, 3, 3]])
     noise = Noise(jnp.full((1, 5), 2), start, jnp.array([[0, 9, 9, 2, 2]], jnp.uint32), start.astype(jnp.uint32))
     batch = dense_batch(rows, noise, copies=4, stride=3, mask_id=MASK)
-    drawn = re.findall(r" [pabcdABCD] +((?:[1.] ?){9})$", objective.__doc__, re.MULTILINE)
-    assert batch.visibility.mask()[0].tolist() == [[cell == "1" for cell in line.split()] for line in drawn]
+    assert batch.visibility.mask()[0].tolist() == drawn_matrix(objective.__doc__, 9)
 
     names = dict(zip("pabcd", range(100, 105), strict=True))
     header = re.search(r"^ +((?:\w ){8}\w)$", objective.__doc__, re.MULTILINE)[1].split()

@@ -96,12 +96,6 @@ def test_the_folded_row_of_the_docstring():
     assert Folded(CAUSAL, 2).dense(8).sum(axis=1).reshape(2, 4).sum(axis=1).tolist() == [18, 18]
 
 
-@pytest.mark.parametrize("parts", [1, 2, 3])
-def test_unfolded_a_folded_row_is_what_it_was(parts):
-    x = jnp.arange(2 * 12 * 5).reshape(2, 12, 5)
-    np.testing.assert_array_equal(unfold(fold(x, parts), parts), x)
-
-
 @pytest.mark.parametrize("pattern", PATTERNS, ids=repr)
 def test_tokens_see_in_folded_rows_whom_they_see_in_others(pattern):
     rows = jnp.concatenate([SEGMENTS, 3 + SEGMENTS[:, :2]], axis=1)
