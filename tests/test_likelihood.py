@@ -3,28 +3,22 @@
 import itertools
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import MASK, PROMPTS, sharp_model, tiny_model
+from conftest import MASK, PROMPTS, logits_of, sharp_model, tiny_model
 
 from refusion_jax import UserError, log_likelihood
 from refusion_jax.evaluation.likelihood import likelihoods, token_scores
-from refusion_jax.model.key_values import KeyValues
 from refusion_jax.systems.interface import ScoredText
 from refusion_jax.systems.refusion.likelihood import slot_scoring
 
 LENGTH = 64
 
 
-@jax.jit
-def _log_probabilities(model, tokens, positions, last):
-    """[V] after `last` tokens, each of which sees all before it: no packing, no masks, no cache."""
-    c = model.config
-    none = jnp.zeros((c.num_hidden_layers, 1, c.num_key_value_heads, 0, c.head_dim))
-    causal = jnp.tril(jnp.ones((1, LENGTH, LENGTH), bool))
-    logits = model.extend(tokens[None], positions[None], KeyValues(none, none), jnp.zeros(1, int), causal)[0][0, last]
-    return jax.nn.log_softmax(jnp.where(jnp.arange(c.vocab_size) < c.num_tokens, logits, -jnp.inf))
+def log_probabilities(model, tokens, positions, last):
+    """Those of the token after `last` tokens, each of which sees all before it."""
+    logits = logits_of(model, tokens[None], positions[None])[0, last]
+    return jax.nn.log_softmax(logits[: model.config.num_tokens])
 
 
 def step_by_step(model, prompt, continuation, slot_size, order) -> float:
@@ -34,7 +28,7 @@ def step_by_step(model, prompt, continuation, slot_size, order) -> float:
     def read(sequence):
         tokens, positions = np.zeros((2, LENGTH), np.int32)
         tokens[: len(sequence)], positions[: len(sequence)] = zip(*sequence, strict=True)
-        return _log_probabilities(model, tokens, positions, len(sequence) - 1)
+        return log_probabilities(model, tokens, positions, len(sequence) - 1)
 
     for slot in order:
         for i in range(slot * slot_size, min((slot + 1) * slot_size, len(continuation))):
@@ -75,7 +69,7 @@ def test_the_most_probable_tokens_of_a_place_are_those_of_the_model(top):
     (scores,) = token_scores(model, [text[:8]], [text[8:]], "ar", 1, top)
     for last, score in enumerate(scores, 7):
         tokens = np.pad(text, (0, LENGTH - len(text)))
-        expected = np.array(_log_probabilities(model, tokens, np.arange(LENGTH), last))
+        expected = np.array(log_probabilities(model, tokens, np.arange(LENGTH), last))
         ids, found = zip(*score.best, strict=True)
         assert ids == (*np.argsort(-expected, kind="stable")[: min(top, 30)],)
         np.testing.assert_allclose([score.log_p, *found], expected[[text[last + 1], *ids]], atol=1e-4)
