@@ -17,7 +17,7 @@ from refusion_jax.config import default_config, make_objective
 from refusion_jax.decoding import queue
 from refusion_jax.decoding.requests import prepare
 from refusion_jax.decoding.settings import Settings
-from refusion_jax.systems import ar, registry
+from refusion_jax.systems import ar, llada, registry
 from refusion_jax.systems.api import stream
 from refusion_jax.systems.interface import System
 
@@ -88,17 +88,15 @@ def test_a_decoder_of_models_that_no_system_trains_is_told_of(folder, capsys):
     assert capsys.readouterr().err == "system 'odd': decodes='lada' is not a system\n"
 
 
+def like_llada(name: str, **own) -> System:
+    """A system of another name, with a decoder of its own."""
+    usual = {"decoders": {name: type("Toy", (llada.Denoise,), {})}, "references": {name: llada.reference}}
+    return dataclasses.replace(llada.SYSTEM, name=name, **{"section": name} | usual | own)
+
+
 def test_a_new_system_is_found_by_its_name_and_trains_and_decodes(monkeypatch):
     """Registered from outside: no file of the package knows it."""
-    llada = registry.systems()["llada"]
-    toy = dataclasses.replace(
-        llada,
-        name="toy",
-        decoders={"toy": type("Toy", (llada.decoders["llada"],), {})},
-        references={"toy": llada.references["llada"]},
-        section="toy",
-    )
-    registry.register(toy)
+    toy = registry.register(like_llada("toy"))
     config = config_with(objective="toy", **{"toy.padding": 0.5})
     assert make_objective(config, MASK).padding == 0.5
 
@@ -111,21 +109,14 @@ def test_a_new_system_is_found_by_its_name_and_trains_and_decodes(monkeypatch):
             make_objective(config, MASK)
     model = sharp_model()
     assert decode(model, PROMPTS, settings("toy")) == decode(model, PROMPTS, settings("llada"))
-    with pytest.raises(UserError, match="has this name"):
-        registry.register(dataclasses.replace(toy, section="other"))
-    changed = {"toy": type("Toy", (llada.decoders["llada"],), {})}  # as when a cell of a notebook is run again
-    registry.register(dataclasses.replace(toy, decoders=changed))
-    assert registry.find_decoder("toy") is changed["toy"]
+    again = registry.register(like_llada("toy"))  # as when a cell of a notebook is run again
+    assert registry.find_decoder("toy") is again.decoders["toy"]
     odd = dataclasses.make_dataclass(
         "Odd", [("block_length", float, setting(0.5, "A share"))], bases=(Settings,), frozen=True
     )
-    other = {"other": type("Other", (llada.decoders["llada"],), {"settings": odd})}
     with pytest.raises(UserError, match="its --decode.block_length is of type float, and that of '.*' of type int"):
-        registry.register(
-            dataclasses.replace(toy, name="other", section="other", decoders=other, references={"other": print})
-        )
-    taken = dataclasses.replace(toy, name="other", section="model", decoders={}, references={})
-    registry.register(taken)
+        registry.register(like_llada("other", decoders={"other": type("Other", (llada.Denoise,), {"settings": odd})}))
+    registry.register(like_llada("other", section="model", decoders={}))
     with pytest.raises(UserError, match="system 'other': 'model', .*, is the name of a shared key"):
         default_config()
     monkeypatch.undo()
@@ -134,13 +125,7 @@ def test_a_new_system_is_found_by_its_name_and_trains_and_decodes(monkeypatch):
 
 
 def test_two_systems_that_decode_each_others_models_are_registered_one_of_them_twice():
-    llada = registry.systems()["llada"]
-
-    def one_of_two(name, other):
-        own = {name: type("Toy", (llada.decoders["llada"],), {})}
-        return dataclasses.replace(llada, name=name, section=name, decoders=own, references=own, decodes=(other,))
-
-    first, second = one_of_two("first", "second"), one_of_two("second", "first")
+    first, second = like_llada("first", decodes=("second",)), like_llada("second", decodes=("first",))
     with pytest.raises(UserError, match="system 'first': decodes='second' is not a system"):
         registry.register(first)
     for system in (dataclasses.replace(first, decodes=()), second, first):
@@ -180,7 +165,7 @@ def test_a_batch_that_does_not_fit_is_refused_before_the_run_has_a_directory(tmp
     ],
 )
 def test_a_batch_that_does_not_fit_is_refused_with_the_name_of_its_objective(change, why):
-    class Odd(registry.systems()["llada"].objective):
+    class Odd(llada.MaskedDiffusion):
         def corrupt(self, rows, keys):
             batch = super().corrupt(rows, keys)
             fields = change(batch)
