@@ -29,6 +29,7 @@ _FIELDS = {
     name: flags.DEFINE_string(name, "", f"JSON field, as --config.data.{name} of `train`")
     for name in ("query_field", "response_field", "text_field")
 }
+_ON_ERROR = flags.DEFINE_enum("on_error", "stop", ["stop", "skip"], "At a malformed example: stop, or leave it out")
 _BEGINNING = b"\n\x0e\n\x05<pad>"  # every model that this command writes begins with it
 
 
@@ -41,7 +42,7 @@ def main() -> None:
     config = default_config()
     config.data.path = _INPUT.value
     config.data.update({name: flag.value for name, flag in _FIELDS.items()})
-    examples = usable(read_examples(config.data, config.seed, "--input", "--"), config.data.on_error)
+    examples = usable(read_examples(config.data, config.seed, "--input", "--"), _ON_ERROR.value, "--")
     with naming(f"--vocab_size={_VOCAB_SIZE.value}"):
         tokenizer = SentencePieceTokenizer.train(corpus(examples), _VOCAB_SIZE.value)
     write_file(output, tokenizer.model)

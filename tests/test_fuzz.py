@@ -94,7 +94,7 @@ FLAGS = {  # of each command, and one that is none
     "runner beam_options",
     "inspect_data": "data row seed step place workdir config mask_piece labels html verify",
     "goodput": "workdir json",
-    "train_tokenizer": "input output vocab_size query_field",
+    "train_tokenizer": "input output vocab_size query_field on_error",
     "convert": "from to format dtype mask_token_id",
     "evaluate": "checkpoint tasks data output include_path task_data limit num_fewshot chat order draws dtype "
     f"mesh.data mesh.tensor unsafe {DECODE}",

@@ -264,3 +264,12 @@ def test_a_tokenizer_trained_by_our_command_serves_a_run(tmp_path):
     run("train", *TINY_RUN, f"--workdir={workdir}", f"--config.data.tokenizer={model}", "--config.steps=10")
     assert (workdir / "tokenizer.model").read_bytes() == model.read_bytes()
     assert load_tokenizer(workdir).size == load_model(workdir).config.num_tokens
+
+
+def test_a_tokenizer_of_a_corpus_with_malformed_lines_says_how_to_leave_them_out(tmp_path):
+    (tmp_path / "a.jsonl").write_text('{"text": "sort three words"}\n{"text"\n{"text": ""}\n')
+    line = ["train_tokenizer", f"--input={tmp_path}/a.jsonl", f"--output={tmp_path}/t.model", "--vocab_size=300"]
+    _, err = run(*line, code=2)
+    assert re.search(r"a.jsonl:2: not JSON.* \(--on_error=skip leaves such examples out\)", err)
+    out, err = run(*line, "--on_error=skip")
+    assert ("from 1 examples" in out, "left out 2 examples; the first: " in err) == (True, True)

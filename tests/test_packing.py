@@ -98,9 +98,8 @@ def test_a_long_text_is_cut_into_rows_and_loses_nothing(tokenizer):
 def test_a_response_longer_than_the_row_is_refused_with_what_would_hold_it_or_left_out(tokenizer, caplog):
     short, long = Example("one", "two", "a.jsonl:1"), Example("one", "two three four five " * 4, "a.jsonl:2")
     (whole,) = tokenize([long], tokenizer, 999)
-    with pytest.raises(
-        UserError, match=rf"a.jsonl:2: .* do not fit in row_length=12; {len(whole)} would hold them .on_error=skip"
-    ):
+    why = rf"a.jsonl:2: .* do not fit in row_length=12; {len(whole)} would hold them .--config.data.on_error=skip"
+    with pytest.raises(UserError, match=why):
         usable(tokenize([short, long, long], tokenizer, 12), "stop")
     assert len(usable(tokenize([short, long], tokenizer, len(whole)), "stop")) == 2
     assert len(usable(tokenize([short, long, long], tokenizer, 12), "skip")) == 1

@@ -70,8 +70,11 @@ class PackedRows(RowSource):
         return digest.hexdigest()
 
 
-def usable(items: Iterable[_T | Bad], on_error: str) -> list[_T]:
-    """The usable items. A bad one raises UserError (on_error="stop"), or bad ones are counted and left out."""
+def usable(items: Iterable[_T | Bad], on_error: str, flags: str = "--config.data.") -> list[_T]:
+    """The usable items. A bad one raises UserError (on_error="stop"), or bad ones are counted and left out.
+
+    `flags` is the prefix of the flag on_error, for the message.
+    """
     good, left_out, first = [], 0, ""
     for item in items:
         if not isinstance(item, Bad):
@@ -80,7 +83,7 @@ def usable(items: Iterable[_T | Bad], on_error: str) -> list[_T]:
         left_out += 1
         first = first or f"{item.where}: {item.reason}"
         if on_error == "stop":
-            raise UserError(f"{first} (on_error=skip leaves such examples out)")
+            raise UserError(f"{first} ({flags}on_error=skip leaves such examples out)")
     if left_out:
         logging.warning("left out %d examples; the first: %s", left_out, first)
     if not good:
