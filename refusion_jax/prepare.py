@@ -24,11 +24,12 @@ from typing import Any
 
 from absl import flags
 from etils import epath
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+from rich.progress import BarColumn, DownloadColumn, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
 from refusion_jax.cli import command, flag_values
 from refusion_jax.cli.errors import UserError, needs, refusing
 from refusion_jax.cli.paths import is_remote
+from refusion_jax.cli.progress import progress
 from refusion_jax.data.examples import Fields
 from refusion_jax.data.fast_tokenizer import THINKING, load_tokenizer_file
 from refusion_jax.data.filters import ALL, RULES, Filters, FilterSettings
@@ -107,7 +108,7 @@ class _Bar:
     def __init__(self):
         columns = TextColumn("{task.description}"), BarColumn(), DownloadColumn(binary_units=True)
         columns += TransferSpeedColumn(), TimeRemainingColumn()
-        self._bar = Progress(*columns, disable=not sys.stdout.isatty())
+        self._bar = progress(*columns, stderr=False)
         self._task = self._bar.add_task("")
         self._said = time.monotonic()
 

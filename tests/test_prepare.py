@@ -6,11 +6,13 @@ import os
 import random
 import re
 import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import psutil
 import pytest
-from conftest import run, start
+from conftest import ROOT, run, start
 from etils import epath
 from fuzz_inputs import write_files
 from helpers import python, wait_until, write_lines, write_tokenizer
@@ -342,6 +344,22 @@ def test_workers_need_no_jax():
     """It would cost each of them 200 MB and two seconds."""
     script = "import sys, refusion_jax.prepare, refusion_jax.data.runners; sys.exit('jax' in sys.modules)"
     assert python("-c", script).returncode == 0
+
+
+def test_the_rate_is_shown_however_long_a_shard_takes(tmp_path):
+    """By a clock that goes on by a minute whenever the bar looks at it."""
+    (tmp_path / "a.txt").write_text("one two three four\n" * 60_000)  # two shards
+    clock = "import itertools, rich.console as c; times = itertools.count(0, 60); c.monotonic = lambda: next(times)"
+    script = f"{clock}\nfrom refusion_jax import prepare\nprepare.command.run(prepare.main)"
+    flags = ["--shard_mib=1", "--workers=1", f"--tokenizer={words_tokenizer()}", "--row_length=64"]
+    terminal, end = os.openpty()
+    line = [sys.executable, "-c", script, f"--input={tmp_path}/a.txt", f"--output={tmp_path}/out", *flags]
+    subprocess.run(line, env=os.environ | {"PYTHONPATH": str(ROOT), "TERM": "xterm"}, stdout=end, check=True)
+    os.set_blocking(terminal, False)
+    shown = os.read(terminal, 1 << 20).decode()
+    os.close(end)
+    os.close(terminal)
+    assert re.search(r"1.1/1.1 MiB\S* \S*m[0-9.]+ \w+/s", shown)
 
 
 def test_a_manifest_that_is_not_ours_is_one_line(tmp_path):
