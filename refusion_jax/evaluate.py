@@ -1,10 +1,10 @@
 """Measures how good a trained model is: tasks of lm-evaluation-harness with our decoders, or the likelihood of data.
 
   python -m refusion_jax.evaluate --checkpoint=runs/mine --tasks=gsm8k,arc_c --output=results/mine
-  python -m refusion_jax.evaluate --checkpoint=runs/mine --tasks=humaneval --output=results/mine --allow_code_execution
-  python -m refusion_jax.evaluate --checkpoint=runs/mine --tasks=my_task --include_path=my_tasks --output=results/mine
+  python -m refusion_jax.evaluate --checkpoint=runs/mine --tasks=humaneval --output=results/code --allow_code_execution
+  python -m refusion_jax.evaluate --checkpoint=runs/mine --tasks=my_task --include_path=my_tasks --output=results/own
 
-  python -m refusion_jax.evaluate --checkpoint=runs/mine --data=prepared/mine/held_out --output=results/mine
+  python -m refusion_jax.evaluate --checkpoint=runs/mine --data=prepared/mine/held_out --output=results/held_out
 
 Tasks are those of lm_eval, your own task files in --include_path, and the seven benchmarks of the ReFusion paper with
 the authors' prompts and decode settings: gsm8k, math, humaneval, mbpp, mmlu_pro, arc_c and gpqa (their files are in
@@ -12,7 +12,7 @@ refusion_jax/evaluation/tasks). Their data are downloaded, or taken from DIR/TAS
 
 DIR (the --output) will hold results.json (lm_eval's, with `decoding`: tokens_per_second, tokens_per_forward,
 mean_tokens, forwards, truncated_share), samples_TASK.jsonl (every prompt, answer and score) and journal/: after a kill,
-the same command resumes without decoding a finished sample again.
+the same command resumes without decoding a finished sample again. Its results.json is that of the last command.
 
 With --data, results.json holds `held_out`: the loss and its terms, with the same noise as evaluations during training
 (for models that were trained here), and eval_bits_per_byte: the likelihood of all responses, given their prompts, in
@@ -20,8 +20,7 @@ bits per byte of their text. It is exact for left-to-right models, and for slots
 orders. For masked diffusion it is a Monte Carlo bound, marked by eval_bits_per_byte_is_bound, with its standard error.
 For systems without a known likelihood there are only the losses.
 
-Several processes split the problems, or the texts of --data, and write what one would; after a kill, the same command
-resumes:
+Several processes split the problems, or the texts of --data, and write what one would:
 
   COMMAND=evaluate bash launch/local_hosts.sh 4 --checkpoint=runs/mine --tasks=gsm8k --output=results/mine
 
@@ -114,8 +113,9 @@ def main() -> None:
         if jax.process_index():
             return
         if _PREPARED.value:
-            write_file(output / "results.json", json.dumps({"held_out": results}, indent=2) + "\n")
-            print("\n".join(f"{name}  {value}" for name, value in results.items()))
+            print("\n".join(f"{name}  {value}" for name, value in results.items()))  # even if the disk is full
+            whole = {"held_out": results, "settings": {"command": sys.argv[1:]}}
+            write_file(output / "results.json", json.dumps(whole, indent=2) + "\n")
         else:
             write_results(output, results)
 

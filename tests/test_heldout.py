@@ -2,6 +2,7 @@
 
 import functools
 import json
+import re
 
 import jax
 import numpy as np
@@ -312,6 +313,16 @@ def test_settings_that_scoring_has_no_use_for_are_refused(trained_run, prepared,
     found = held_out(trained_run, prepared, tmp_path / "out", "--decode.slot_size=4", "--limit=3", "--decode.seed=1")
     assert found["slot_size"] == 4
     assert found["eval_bits_per_byte_is_bound"] is False
+    settings = json.loads((tmp_path / "out" / "results.json").read_text())["settings"]
+    assert settings["command"] == [*flags, "--decode.slot_size=4", "--limit=3", "--decode.seed=1"]
+
+
+def test_scores_are_printed_even_if_they_cannot_be_written(trained_run, prepared, tmp_path):
+    (tmp_path / "out" / "results.json").mkdir(parents=True)
+    flags = [f"--checkpoint={trained_run}", f"--data={prepared}", "--limit=1"]
+    out, err = run("evaluate", *flags, f"--output={tmp_path}/out", code=2)
+    assert re.search(r"eval_bits_per_byte  \d", out)
+    assert "results.json" in err
 
 
 def test_texts_longer_than_the_model_reads_are_refused_before_anything_else_is_looked_at(trained_run, tmp_path):
@@ -334,3 +345,14 @@ def test_a_task_that_needs_an_unknown_likelihood_is_refused_before_anything_is_d
     lm = EvaluatedModel(load_model(trained_run), load_tokenizer(trained_run), name="tiny", method="dream", flags={})
     with pytest.raises(UserError, match="--tasks=sums: needs the likelihood of texts, which is not known for dream"):
         benchmark.check_requests(lm, plan, benchmark.load_tasks(plan))
+
+
+def test_prompts_that_lose_their_beginning_are_told_before_anything_is_decoded(trained_run, tasks, caplog):
+    model, tokenizer = load_model(trained_run), load_tokenizer(trained_run)
+    longer = GENERATE.replace("{{{{question}}}}", "{{{{question if question[5] == '3' else question * 40}}}}")
+    for text, told in ((GENERATE, ""), (longer, "task sums: 29 of 40 prompts lose their beginning")):
+        plan = benchmark.Plan(["sums"], include_path=tasks(text))
+        lm = EvaluatedModel(model, tokenizer, name="tiny", method="refusion", flags={})
+        caplog.clear()
+        benchmark.check_requests(lm, plan, benchmark.load_tasks(plan))
+        assert (told in caplog.text, bool(caplog.text)) == (True, bool(told))

@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
+from absl import logging
 from lm_eval.api.instance import Instance
 from lm_eval.api.model import TemplateLM
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
@@ -162,7 +163,7 @@ class EvaluatedModel(TemplateLM):
         """Checks requests before anything is decoded.
 
         Raises UserError if answers do not fit into the model's context, if the batch does not fit into memory, or if
-        texts are to be scored and the system defines no likelihood.
+        texts are to be scored and the system defines no likelihood. Prompts that are cut are told as a warning.
         """
         system = system_of(self.method)
         scored = [request for request in requests if request.request_type != "generate_until"]
@@ -172,7 +173,13 @@ class EvaluatedModel(TemplateLM):
                 f"models: take tasks whose output_type is generate_until"
             )
         generated = [request for request in requests if request.request_type == "generate_until"]
-        check_fits(self.model, [sample.request for sample in self.samples(generated)])
+        samples = self.samples(generated)
+        if cut := sum(sample.is_cut for sample in samples):
+            logging.warning(
+                "task %s: %d of %d prompts lose their beginning, as the model reads only %d tokens, answer included",
+                *(generated[0].task_name, cut, len(samples), self._room),
+            )
+        check_fits(self.model, [sample.request for sample in samples])
 
     def samples(self, requests: list[Instance]) -> list[Sample]:
         """The sample to decode for each request; a repeated request gets a new sample each time."""
