@@ -78,7 +78,7 @@ def train(
     preemption = Preemption()
     check(config)
     check_stores(config)
-    check_trackers(config, workdir)
+    check_trackers(config)
     flag_values.check_output("workdir", workdir, directory=True)
     adopt_shape(config, workdir)
     changed = check_same_run(workdir, config, allowed)

@@ -343,9 +343,6 @@ def test_what_cannot_track_is_refused_before_training(tmp_path):
             how = f"{name} is not installed: pip install -e '.[{name}]' in the project's root\n"
             assert refused(name) == f"error: --config.tracker={name}: {how}"
     assert not (tmp_path / "run").exists()
-    (tmp_path / "run").mkdir()
-    (tmp_path / "run" / "tracker.json").write_text('{"id": "../../x"}')
-    assert "tracker.json cannot be read: id: String should match" in refused("tensorboard")
 
 
 def test_the_libraries_themselves_take_a_resumed_run_offline(tmp_path, monkeypatch):

@@ -15,11 +15,10 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any, Protocol
+from typing import Any, Protocol
 
 import jax
 import ml_collections
-import pydantic
 from absl import logging
 from etils import epath
 from tensorboardX.event_file_writer import EventsWriter
@@ -70,7 +69,7 @@ class Trackers:
         if set(names) - {"tensorboard"}:
             if not (workdir / FILE).exists():
                 write_file(workdir / FILE, f'{{"id": "{secrets.token_hex(4)}"}}\n')
-            run_id = read_json(workdir / FILE, _Identity).id
+            run_id = read_json(workdir / FILE, dict[str, str])["id"]
         session = TrackedSession(config, f"{absolute(workdir).name}-{run_id}", run_id, logs, first_step)
         self._all = [_OnThread(name, functools.partial(_TRACKERS[name], session)) for name in names]
 
@@ -91,7 +90,7 @@ class Trackers:
             tracker.wait(deadline - time.monotonic())
 
 
-def check_trackers(config: ml_collections.ConfigDict, workdir: epath.Path) -> None:
+def check_trackers(config: ml_collections.ConfigDict) -> None:
     """Refuses trackers that are unknown or not installed."""
 
     def refuse(why: str) -> None:
@@ -102,17 +101,10 @@ def check_trackers(config: ml_collections.ConfigDict, workdir: epath.Path) -> No
             refuse(f"{name!r} is unknown; known, comma-separated: {', '.join(_TRACKERS)}")
         if jax.process_index() == 0 and name != "tensorboard" and importlib.util.find_spec(name) is None:
             refuse(f"{name} is not installed: pip install -e '.[{name}]' in the project's root")
-    if (workdir / FILE).exists():
-        read_json(workdir / FILE, _Identity)
 
 
 def _names(text: str) -> list[str]:
     return list(dict.fromkeys(name.strip() for name in text.split(",") if name.strip()))
-
-
-@dataclasses.dataclass
-class _Identity:
-    id: Annotated[str, pydantic.StringConstraints(pattern="^[0-9a-f]{8}$")]
 
 
 def as_markdown(parts: dict[str, str]) -> str:
