@@ -57,33 +57,6 @@ def test_a_program_passes_if_it_runs_to_its_end():
         assert "exit code 0" in failed(early)
 
 
-def test_the_processes_of_a_program_share_its_memory():
-    with sandbox._control_group(1 << 30) as group:
-        if not group:
-            pytest.skip("no control group of memory can be made here")
-        made = Path(group).parent
-    assert not made.exists()
-    program = """
-import os
-def fill(size):
-    if (child := os.fork()) == 0:
-        os._exit(len(bytearray(b"x" * size)) != size)
-    return child
-children = [fill(70 << 20) for _ in range(4)]
-assert not any(os.waitpid(child, 0)[1] for child in children), "killed"
-"""
-    memory = 256 << 20  # of each process, which is enough
-    assert "killed" in failed(program, Limits(60.0, memory=memory))
-    assert sandbox.run(program, Limits(60.0, memory=4 * memory)).passed
-
-
-def test_a_group_without_control_of_memory_is_not_used_and_not_left(tmp_path, monkeypatch):
-    (tmp_path / "cgroup.procs").touch()
-    monkeypatch.setattr(sandbox, "_CONTROL_GROUPS", {str(tmp_path): ("not/there", "swap")})
-    assert sandbox.run("pass").passed
-    assert [path.name for path in tmp_path.iterdir()] == ["cgroup.procs"]
-
-
 def test_a_program_is_no_main_program():
     """As HumanEval executes it: an answer may end with tests of its own, which would end the process."""
     assert sandbox.run("x = 1\nif __name__ == '__main__':\n  import unittest; unittest.main()\nassert x == 1").passed
@@ -276,7 +249,6 @@ def test_an_ordinary_user_is_shut_in_as_well():
                 "python": os.path.realpath("/usr/bin/python3"),
                 "read_only": ["/usr", "/dev/null"],
                 "isolated": isolated,
-                "group": "",
                 **vars(Limits(seconds=5)),
             }
             out = subprocess.run(

@@ -247,9 +247,6 @@ def be_first(job: dict, tell: int, log: int) -> None:
         os.setpgid(0, 0)
         proc = os.open("/proc", os.O_RDONLY)  # the outer one; there is none in the root
         names, name = os.pipe()
-        if job["group"]:
-            with open(job["group"], "w") as group:
-                group.write("0")  # this process
         if job["isolated"]:
             build_root(job["read_only"], job["disk"])
         drop_root(job)

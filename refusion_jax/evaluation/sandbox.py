@@ -3,8 +3,7 @@
 A program runs in a separate process that can reach neither the network nor other processes nor files (`jail.py`). CPU
 time, memory, processes and files are limited, the environment is empty, and the working directory is deleted when it
 ends. If the kernel does not support this, programs are not run, unless the caller accepts the risk (`unsafe`): then
-only the limits apply. Memory is limited for each process and, if a control group can be created (by root, outside of
-most containers), for all processes of a program together.
+only the limits apply.
 """
 
 import contextlib
@@ -30,11 +29,6 @@ _GRACE = 30  # seconds to set up the sandbox on a busy machine
 _LOG = 2000  # characters of stderr that are kept
 _USERS = range(20_000, 60_000)  # root runs programs as these users in turn: the kernel counts processes per user
 _number = itertools.count(secrets.randbelow(len(_USERS)))
-# Directory of memory control groups -> the files of a group that limit its memory and its swap.
-_CONTROL_GROUPS = {
-    "/sys/fs/cgroup": ("memory.max", "memory.swap.max"),
-    "/sys/fs/cgroup/memory": ("memory.limit_in_bytes", "memory.swappiness"),
-}
 _ALLOWED = contextvars.ContextVar("allowed", default="")  # "sandboxed", "unsafe" or "rehearsal" within `allow`
 
 
@@ -43,7 +37,7 @@ class Limits:
     """The resources that a program may use."""
 
     seconds: float = 10.0  # wall time of the program, and CPU time of each process
-    memory: int = 1 << 30  # bytes of address space per process; in a control group, together with `disk`, in total
+    memory: int = 1 << 30  # bytes of address space of each process
     processes: int = 8  # processes and threads at a time
     disk: int = 64 << 20  # bytes that it may write
 
@@ -71,10 +65,7 @@ def run(program: str, limits: Limits = Limits(), unsafe: bool = False) -> Outcom
         "user": _USERS[next(_number) % len(_USERS)],
         **dataclasses.asdict(limits),
     }
-    with (
-        tempfile.TemporaryDirectory(prefix="sandbox-", ignore_cleanup_errors=True) as directory,
-        _control_group(limits.memory + limits.disk) as job["group"],
-    ):
+    with tempfile.TemporaryDirectory(prefix="sandbox-", ignore_cleanup_errors=True) as directory:
         try:
             process = subprocess.run(
                 [str(python), "-I", "-S", "-B", jail.__file__],
@@ -125,34 +116,6 @@ def run_allowed(programs: Sequence[str]) -> list[Outcome]:
         return [Outcome(False, "not run")] * len(programs)
     with ThreadPoolExecutor(available_cores()) as pool:
         return list(pool.map(functools.partial(run, unsafe=how == "unsafe"), programs))
-
-
-@contextlib.contextmanager
-def _control_group(memory: int) -> Iterator[str]:
-    """The file by which processes enter a new group with `memory` bytes; "" if none can be created."""
-    group = _make_group(memory)
-    try:
-        yield str(group / "cgroup.procs") if group else ""
-    finally:
-        if group:
-            with contextlib.suppress(OSError):  # while a killed process still exists
-                group.rmdir()
-
-
-def _make_group(memory: int) -> Path | None:
-    for hierarchy, (limit, swap) in _CONTROL_GROUPS.items():
-        group = Path(hierarchy, f"sandbox-{os.getpid()}-{next(_number)}")
-        if not Path(hierarchy, "cgroup.procs").exists():
-            continue
-        with contextlib.suppress(OSError):
-            group.mkdir()
-            (group / limit).write_text(str(memory))  # fails if memory is not controlled
-            with contextlib.suppress(OSError):  # some kernels do not count it
-                (group / swap).write_text("0")
-            return group
-        with contextlib.suppress(OSError):
-            group.rmdir()
-    return None
 
 
 def _why_not(reason: str, unsafe: bool) -> str:
