@@ -1,6 +1,7 @@
 """Malformed input files of every kind we could think of, at random but the same each time."""
 
 import gzip
+import io
 import json
 import random
 from pathlib import Path
@@ -17,8 +18,7 @@ def write_files(directory: Path, count: int, seed: int = 0) -> None:
     rng = random.Random(seed)
     makers = [*(_jsonl,) * 4, _list, _table, _text, _compressed]
     for index in range(count):
-        made = rng.choice(makers)(rng, directory)
-        suffix, content = made
+        suffix, content = rng.choice(makers)(rng)
         path = directory / f"{index % 50:02}" / f"{index:05}{suffix}"
         path.parent.mkdir(exist_ok=True)
         path.write_bytes(damaged(rng, content) if rng.random() < 0.6 else content)
@@ -53,22 +53,22 @@ def _line(rng) -> bytes:
     return GOOD[: rng.randrange(len(GOOD))]
 
 
-def _jsonl(rng, _) -> tuple[str, bytes]:
+def _jsonl(rng) -> tuple[str, bytes]:
     lines = rng.choice([b"\n", b"\r\n", b"\n\n", b"\r"]).join(_line(rng) for _ in range(rng.randrange(6)))
     return ".jsonl", rng.choice([b"", b"\xef\xbb\xbf", b"\xff\xfe"]) + lines
 
 
-def _compressed(rng, directory: Path) -> tuple[str, bytes]:
-    suffix, content = _jsonl(rng, directory)
+def _compressed(rng) -> tuple[str, bytes]:
+    suffix, content = _jsonl(rng)
     return f"{suffix}.gz", gzip.compress(content, mtime=0) * rng.randrange(1, 3)
 
 
-def _list(rng, _) -> tuple[str, bytes]:
+def _list(rng) -> tuple[str, bytes]:
     items = [_item(rng) for _ in range(rng.randrange(4))]
     return ".json", json.dumps(items if rng.random() < 0.7 else _item(rng)).encode()
 
 
-def _table(rng, directory: Path) -> tuple[str, bytes]:
+def _table(rng) -> tuple[str, bytes]:
     columns = {
         "text": ["three", None, ""],
         "query": [b"one", b"\xff", None],
@@ -79,18 +79,11 @@ def _table(rng, directory: Path) -> tuple[str, bytes]:
         "messages": [[{"role": "user", "content": "x"}, {"role": "assistant", "content": "three"}], [], None],
     }
     names = rng.sample(sorted(columns), rng.randrange(len(columns)))
-    path = directory / ".table"
-    pyarrow.parquet.write_table(pyarrow.table({name: columns[name] for name in names}), path)
-    return ".parquet", _taken(path)
+    pyarrow.parquet.write_table(pyarrow.table({name: columns[name] for name in names}), file := io.BytesIO())
+    return ".parquet", file.getvalue()
 
 
-def _taken(path: Path) -> bytes:
-    content = path.read_bytes()
-    path.unlink()
-    return content
-
-
-def _text(rng, _) -> tuple[str, bytes]:
+def _text(rng) -> tuple[str, bytes]:
     content = b"".join(
         rng.choice([b"one two\n", "gr\u00fc\u00dfe ".encode(), b"\r\n"]) for _ in range(rng.randrange(9))
     )
