@@ -81,6 +81,14 @@ def test_the_program_of_another_framework_is_read_from_its_dump(dump):
     assert out.splitlines()[-1].startswith("The estimate rests on 3 published runs of dense models on tpu7x")
 
 
+@needs_topologies
+def test_only_the_plan_that_has_a_search_advises_one(dump):
+    large = "  %w.2 = f32[999,999]{1,0} parameter(2)\n  %sum = f32[999,999]{1,0} all-reduce(%w.2), to_apply=%add\n"
+    dump.write_text(LOOP.replace("  ROOT %loop", f"{large}  ROOT %loop"))
+    out, _ = run("plan", f"--hlo={dump}", "--topology=v5e:2x2")
+    assert out.splitlines()[-1] == "1 all-reduces of 1 MB and more stop the chip."
+
+
 # As Google's documentation and its xpk (default_topologies) have them.
 ACCELERATORS = """
 v4-8 v4:2x2x1           v4-64 v4:2x4x4          v4-384 v4:4x4x12        v4-4096 v4:8x16x16
