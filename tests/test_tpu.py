@@ -271,6 +271,8 @@ def test_a_run_that_does_not_fit_is_told_what_does():
     [
         (["--topology=v9:2x2"], "--topology=v9:2x2: unknown; known are GENERATION:SHAPE such as v4:2x4x4, v5e:8x8"),
         (["--topology=v5e:3x3"], "--topology=v5e:3x3: Topology layout"),
+        (["--topology=v6e:4x4x4"], "--topology=v6e:4x4x4: the shape must have two sides and at most 256 chips"),
+        (["--topology=v5e:32x16"], "--topology=v5e:32x16: the shape must have two sides and at most 256 chips"),
         (["--topology=v5e:2x2", "--config.batch_size=6"], "batch_size=6: does not divide into 4 parts"),
         (["--topology=v5e:2x2", "--rows_per_chip=0.3"], "--rows_per_chip=0.3: not a whole number of rows on 4 chips"),
         ([], "--config=configs/NAME.py and --topology=GENERATION:SHAPE are needed"),

@@ -28,7 +28,7 @@ from refusion_jax.distributed.host import end_with_parent
 from refusion_jax.distributed.storage import write_file
 from refusion_jax.planning import hlo
 
-_MOST_CHIPS = 1 << 14  # per slice, more than any slice has
+_MOST_CHIPS, _MOST_FLAT = 1 << 14, 256  # per slice: more than any slice has; of v5e and v6e, the largest
 _ASSIGNED = "after_optimizations-buffer-assignment.txt"
 _OPTIMIZED = "after_optimizations.txt"
 _LAST = "after_optimizations_after_buffer_assignment.txt"  # written once the other two are complete
@@ -65,12 +65,14 @@ def libtpu_version() -> str:
 def tpu_devices(topology: str, slices: int) -> list[jax.Device]:
     """The devices of a topology, without the hardware, after `prepare_environment`; UserError if it is unknown."""
     chip, shape = find_chip(topology), topology.split(":")[1]
-    # Sides of 0 chips and a billion slices crash libtpu.
-    is_shape = re.fullmatch(r"[1-9][0-9]{0,4}(x[1-9][0-9]{0,4}){1,2}", shape)
-    if not is_shape or math.prod(map(int, shape.split("x"))) > _MOST_CHIPS:
+    is_flat = chip.example.count("x") == 1
+    sides, most = ("two", _MOST_FLAT) if is_flat else ("two or three", _MOST_CHIPS)
+    # Sides of 0 chips and a billion slices crash libtpu; it compiles also for three sides of v6e, which no slice has.
+    is_shape = re.fullmatch(rf"[1-9][0-9]{{0,4}}(x[1-9][0-9]{{0,4}}){{1,{1 if is_flat else 2}}}", shape)
+    if not is_shape or math.prod(map(int, shape.split("x"))) > most:
         raise UserError(
-            f"--topology={topology[:60]}: the shape must have two or three sides and at most {_MOST_CHIPS:,} chips; "
-            f"one that works is {chip.example}"
+            f"--topology={topology[:60]}: the shape must have {sides} sides and at most {most:,} chips; one that works "
+            f"is {chip.example}"
         )
     options: dict = {"num_slices": slices} if slices > 1 else {}
     if topology.startswith("v4:"):
