@@ -195,9 +195,10 @@ setup() {
   if [ -z "$dry_run" ]; then folder=$(mktemp -d); fi
   pack=(tar -czf "$folder/$archive" --exclude=__pycache__ refusion_jax configs launch requirements.txt pyproject.toml README.md LICENSE)
   if [ -n "$dry_run" ]; then echo "${pack[@]}"; else COPYFILE_DISABLE=1 "${pack[@]}" || exit 1; fi
+  # Where scp copies nothing gcloud may end with 0, too: an archive that was left there would be older code.
   for ((tries = 0; tries < 10; tries++)); do # a new machine takes a while to answer
     if gcloud_ scp "$folder/$archive" "$name:$archive" --node=all --worker=all &&
-      everywhere "mkdir -p refusion_jax && tar -xzf $archive -C refusion_jax && bash refusion_jax/launch/worker.sh install"; then
+      everywhere "mkdir -p refusion_jax && tar -xzf $archive -C refusion_jax && rm $archive && bash refusion_jax/launch/worker.sh install"; then
       if [ -z "$dry_run" ]; then rm -rf "$folder"; fi
       return
     fi

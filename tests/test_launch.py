@@ -78,7 +78,7 @@ SET_UP = [
     [
         *("ssh", "tpu", *ALL),
         "--command=echo reached; mkdir -p refusion_jax && tar -xzf refusion_jax.tgz -C refusion_jax && "
-        "bash refusion_jax/launch/worker.sh install",
+        "rm refusion_jax.tgz && bash refusion_jax/launch/worker.sh install",
         PLACE,
     ],
 ]
@@ -314,6 +314,7 @@ def test_a_machine_that_is_killed_and_taken_away_costs_nothing_but_time(gcloud, 
     out, err = process.communicate(timeout=300)
     assert process.returncode == 0, out + err
     assert [call[0] for call in calls(gcloud)].count("create") == 2
+    assert [path.name for path in (gcloud / "vm").iterdir()] == ["refusion_jax"]  # no archive for a later `run` to take
 
     assert computed(workdir) == computed(trained_run)
     seconds = [record["seconds"] for record in read_metrics(workdir)]
