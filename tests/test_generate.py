@@ -266,6 +266,16 @@ def test_a_tokenizer_trained_by_our_command_serves_a_run(tmp_path):
     assert load_tokenizer(workdir).size == load_model(workdir).config.num_tokens
 
 
+def test_a_setting_that_stands_beside_a_prompt_is_told_to_have_no_effect(tmp_path, caplog):
+    lines = ({"prompt_ids": [1]}, {"prompt_ids": [1], "temperature": 1, "id": 3}, {"prompt_ids": [1], "temperature": 2})
+    (tmp_path / "in.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    read_prompts(tmp_path / "in.jsonl", None, DecodeSettings())
+    (said,) = caplog.messages
+    assert said.startswith(
+        f'{tmp_path}/in.jsonl:2: temperature has no effect there; a setting of a prompt is {{"decode"'
+    )
+
+
 def test_a_tokenizer_of_a_corpus_with_malformed_lines_says_how_to_leave_them_out(tmp_path):
     (tmp_path / "a.jsonl").write_text('{"text": "sort three words"}\n{"text"\n{"text": ""}\n')
     line = ["train_tokenizer", f"--input={tmp_path}/a.jsonl", f"--output={tmp_path}/t.model", "--vocab_size=300"]

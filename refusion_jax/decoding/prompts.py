@@ -7,6 +7,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TypeAlias
 
+from absl import logging
+
 from refusion_jax.cli.errors import UserError, check_characters, naming
 from refusion_jax.data.interface import Tokenizer
 from refusion_jax.decoding.requests import Answer, Request
@@ -29,9 +31,10 @@ def asked_prompts(
 
 def read_prompts(path: Path, tokenizer: Tokenizer | None, settings: Settings) -> list[tuple[object, Request]]:
     """(id, request) of each line of a JSONL file; UserError names the file and line at fault."""
-    prompts = []
+    prompts, misplaced = [], {}
     for number, item in read_json_lines(path):
         where = f"{path}:{number}"
+        misplaced = dict.fromkeys(settings.changeable & item.keys(), where) | misplaced
         try:
             json.dumps(item.get("id"), allow_nan=False)
         except ValueError as error:
@@ -41,6 +44,10 @@ def read_prompts(path: Path, tokenizer: Tokenizer | None, settings: Settings) ->
         prompts.append((item.get("id", number - 1), dataclasses.replace(request, noise=noise)))
     if not prompts:
         raise UserError(f"{path} holds no prompt")
+    for name, where in sorted(misplaced.items()):
+        logging.warning(
+            '%s: %s has no effect there; a setting of a prompt is {"decode": {"%s": ..}}', where, name, name
+        )
     return prompts
 
 
