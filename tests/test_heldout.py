@@ -10,7 +10,7 @@ import pytest
 from conftest import MASK, TINY_RUN, config_with, refused, run, tiny_config, tiny_model
 from flax import nnx
 from helpers import Letters, evaluate_on_two
-from local_task import GENERATE
+from local_task import CHOICES, GENERATE
 from test_tokenizers import write_sentencepiece
 
 from refusion_jax import UserError, load_model, load_tokenizer
@@ -347,12 +347,21 @@ def test_a_task_that_needs_an_unknown_likelihood_is_refused_before_anything_is_d
         benchmark.check_requests(lm, plan, benchmark.load_tasks(plan))
 
 
-def test_prompts_that_lose_their_beginning_are_told_before_anything_is_decoded(trained_run, tasks, caplog):
+def test_prompts_that_lose_their_beginning_are_told(trained_run, tasks, caplog):
+    """Before anything is decoded, or with the scores of given answers, of which each problem here has three."""
     model, tokenizer = load_model(trained_run), load_tokenizer(trained_run)
-    longer = GENERATE.replace("{{{{question}}}}", "{{{{question if question[5] == '3' else question * 40}}}}")
-    for text, told in ((GENERATE, ""), (longer, "task sums: 29 of 40 prompts lose their beginning")):
-        plan = benchmark.Plan(["sums"], include_path=tasks(text))
+    longer = ("{{{{question}}}}", "{{{{question if question[5] == '3' else question * 40}}}}")
+    for name, text, told in (
+        ("sums", GENERATE, ""),
+        ("sums", GENERATE.replace(*longer), "29 of 40 prompts lose their beginning"),
+        ("choices", CHOICES, ""),
+        ("choices", CHOICES.replace(*longer), "87 of 120 prompts lose their beginning"),
+    ):
+        plan = benchmark.Plan([name], include_path=tasks(text))
         lm = EvaluatedModel(model, tokenizer, name="tiny", method="refusion", flags={})
         caplog.clear()
-        benchmark.check_requests(lm, plan, benchmark.load_tasks(plan))
+        loaded = benchmark.load_tasks(plan)
+        benchmark.check_requests(lm, plan, loaded)
+        if name == "choices":
+            benchmark.run_tasks(lm, plan, loaded)
         assert (told in caplog.text, bool(caplog.text)) == (True, bool(told))

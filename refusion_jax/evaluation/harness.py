@@ -174,12 +174,13 @@ class EvaluatedModel(TemplateLM):
             )
         generated = [request for request in requests if request.request_type == "generate_until"]
         samples = self.samples(generated)
-        if cut := sum(sample.is_cut for sample in samples):
-            logging.warning(
-                "task %s: %d of %d prompts lose their beginning, as the model reads only %d tokens, answer included",
-                *(generated[0].task_name, cut, len(samples), self._room),
-            )
+        self._tell_of_cut([sample.is_cut for sample in samples])
         check_fits(self.model, [sample.request for sample in samples])
+
+    def _tell_of_cut(self, cut: list[bool]) -> None:
+        if any(cut):
+            what = f"{sum(cut)} of {len(cut)} prompts lose their beginning"
+            logging.warning("%s, as the model reads only %d tokens, answer included", what, self._room)
 
     def samples(self, requests: list[Instance]) -> list[Sample]:
         """The sample to decode for each request; a repeated request gets a new sample each time."""
@@ -257,6 +258,7 @@ class EvaluatedModel(TemplateLM):
     def _score(self, texts: list[tuple[list[int], list[int]]]) -> list[tuple[float, bool]]:
         """(nats, is greedy) of each (context, continuation); too long contexts lose their beginning."""
         how = {"method": self.method, **self.scoring}
+        self._tell_of_cut([len(context) + len(text) > self._scored for context, text in texts])
         texts = [(context[-max(self._scored - len(text), 1) :], text) for context, text in texts]
         if (longest := max((len(text) for _, text in texts), default=0)) > self._scored - 1:
             raise UserError(f"a continuation of {longest} tokens cannot be scored: the model reads {self._room}")
