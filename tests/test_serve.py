@@ -159,6 +159,8 @@ def test_without_a_seed_every_answer_is_drawn_anew_and_told_with_its_seed(client
         said[event.choices[0].index] += event.choices[0].text
         assert event.seed == drawn[3].seed
     assert said == texts[3]
+    long = client.completions.create(**how, seed=drawn[3].seed + 2**62)  # OpenAI's have 63 bits
+    assert [choice.text for choice in long.choices] == texts[3]
     chat = {"model": "tiny", "messages": [{"role": "user", "content": TEXTS[1]}], "max_tokens": 12, "temperature": 3.0}
     assert len({client.chat.completions.create(**chat).choices[0].message.content for _ in range(4)}) > 1
 

@@ -63,7 +63,7 @@ class _Body(Strict):
     seed: int | None = Field(
         None,
         ge=0,
-        lt=2**32,
+        lt=2**63,
         description="Seed of sampling: the same request gets the same answer; the reply reports the seed used",
     )
     n: int = Field(1, ge=1, le=_MOST_CHOICES, description="Answers to each prompt, each with its own noise")
@@ -80,6 +80,11 @@ class _Body(Strict):
     watch: bool = Field(
         False, description="Send an event after each forward, with `forwards` and what it committed as [place, text]"
     )
+
+    @field_validator("seed")
+    @classmethod
+    def _seeds_have_32_bits(cls, seed: int | None) -> int | None:
+        return seed and seed % 2**32
 
     @field_validator("stop", mode="before")
     @classmethod
