@@ -47,7 +47,7 @@ class Session(contextlib.ExitStack):
         if restored and not run.may_change_data and not self._data.items() <= restored[1].items():
             raise UserError(
                 f"--config.data.path={config.data.path} no longer holds the rows this run was trained on; "
-                f"bring the data back, or start a new --workdir"
+                f"bring the data back, or start a new --workdir, or go on with these by --allow_change=data"
             )
         self.state = restored[0] if restored else run.program.initial_state(_initial_weights(run))
         if restored and self.state.frozen:
