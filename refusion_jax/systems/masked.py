@@ -120,7 +120,7 @@ class MaskedDecoder(Decoder):
 
     def step(self, model: LanguageModel, s: MaskedText) -> MaskedText:
         """One forward pass over the whole text, which commits masks of each row's block."""
-        w = self.window(s)
+        w = s.window(self.block_length, s.block_start, s.block_length)
         logits = denoise(model, s, w.position, self.shifted, self.fed(s))
         proposal = s.propose(logits, w.position, w.masked)
         return s.commit(w, proposal.token, self.chosen(s, w, proposal))
@@ -131,9 +131,6 @@ class MaskedDecoder(Decoder):
 
     def fed(self, s: MaskedText) -> Bool[Array, "B C"] | None:
         """Which places of the text are fed; None: all."""
-
-    def window(self, s: MaskedText) -> Window:
-        return s.window(self.block_length, s.block_start, s.block_length)
 
 
 @struct.dataclass

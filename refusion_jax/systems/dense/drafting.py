@@ -112,12 +112,6 @@ class DraftingState(Continuation):
     drafts: Drafts  # of the tokens after the last one
 
     @property
-    def last(self) -> tuple[Int32[Array, "B"], Int32[Array, "B"]]:
-        """The last token, which is not in the cache yet, and its position in the text; every row has committed one."""
-        index = jnp.maximum(self.record.count - 1, 0)
-        return entry(self.record.tokens, index), entry(self.record.positions, index)
-
-    @property
     def rounds(self) -> Int32[Array, "B"]:
         """Every token counts as a round: as many as one token at a time takes."""
         return self.record.count
@@ -192,7 +186,9 @@ class Drafting(Continuer):
     def step(self, model: LanguageModel, s: DraftingState) -> DraftingState:
         """One forward pass, in which each row commits the accepted drafts and one more token, and makes new drafts."""
         N, G = self.best_pass(model, len(s.active))
-        (token, place), first = s.last, self._next_place(s)
+        # The last token, which is not in the cache yet: every row that decodes has committed one.
+        last, first = jnp.maximum(s.record.count - 1, 0), self._next_place(s)
+        token, place = entry(s.record.tokens, last), entry(s.record.positions, last)
         usable = jnp.where(first == place + 1, s.drafts.count, 0)  # none in the next gap
         drafts = s.drafts.cut(N - 1, usable)
         prefixes = drafts.likely_prefixes(G)
