@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from conftest import EOS, MASK, PROMPTS, all_but, config_with, settings, sharp_model, tiny_model
-from helpers import drawn_matrix, with_eos
+from helpers import drawn_matrix, packed, with_eos
 
 from refusion_jax import UserError, decode
 from refusion_jax.batch.masking import shuffle_documents
@@ -24,9 +24,7 @@ prefill = jax.jit(kv.prefill, static_argnums=(2, 3))
 @pytest.mark.parametrize("seed", range(4))
 def test_every_token_is_masked_in_one_of_both_copies_and_blocks_are_one_documents(seed):
     """Blocks of four: the second is the first document's, and repeats its end in place of the other's beginning."""
-    tokens, segments = np.arange(5, 17), np.array([1] * 6 + [2] * 6)
-    response = np.array([0, 0, 1, 1, 1, 1, 0, 1, 1, 1, 1, 1], bool)
-    rows, keys = with_eos(Rows(*(jnp.asarray(x)[None] for x in (tokens, segments, response)))), KEYS[seed : seed + 1]
+    rows, keys = with_eos(packed([(2, 4), (1, 5)], 12)), KEYS[seed : seed + 1]
     tokens, segments, response = (np.asarray(x[0]) for x in jax.tree.leaves(shuffle_documents(rows, keys)))
     source = np.array([0, 1, 2, 3, 4, 5, 5, 5, 8, 9, 10, 11])
     seen, owner, trained = tokens[source], segments[source], response[source]
@@ -72,14 +70,8 @@ def test_a_long_prompt_is_prefilled_in_whole_blocks(block_size):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), pieces, whole)
 
 
-SEGMENTS = [1] * 12 + [2] * 9 + [0] * 3
-RESPONSE = [0] * 3 + [1] * 9 + [0] + [1] * 8 + [0] * 3
-
-
 soft_tail = jax.jit(card.SoftTail(MASK, tail=1.5, beta=1.0, decay=0.5).corrupt)
-
-
-SOFT_ROWS = Rows(jnp.arange(5, 29)[None], jnp.array([SEGMENTS]), jnp.array([RESPONSE]) > 0)
+SOFT_ROWS = packed([(3, 9), (1, 8)], 24)
 
 
 def test_masks_of_card_lie_in_the_tail_and_are_as_many_as_drawn():
@@ -99,22 +91,23 @@ def test_masks_of_card_lie_in_the_tail_and_are_as_many_as_drawn():
 
 @pytest.mark.parametrize("own_mask", [True, False])
 def test_weights_of_card_are_the_recursion_of_the_paper(own_mask):
+    segments, response = np.asarray(SOFT_ROWS.segment_ids[0]), np.asarray(SOFT_ROWS.is_response[0])
     corrupt = soft_tail if own_mask else card.SoftTail(MASK, tail=1.5, beta=1.0, decay=0.5, own_mask=False).corrupt
     for seed in range(3):
         batch = corrupt(SOFT_ROWS, jax.random.split(jax.random.key(seed), 1))
         masked = np.asarray(batch.inputs[0]) == MASK
-        total, labels = {}, sum(RESPONSE)
-        for n, segment in enumerate(SEGMENTS):
-            starts = n == 0 or SEGMENTS[n - 1] != segment
+        total, labels = {}, sum(response)
+        for n, segment in enumerate(segments):
+            starts = n == 0 or segments[n - 1] != segment
             before = 0 if starts else total[n - 1]
             own = masked[n] * (1 + (not starts and masked[n - 1]))
             total[n] = own + 0.5 * before
         expected = np.zeros(24)
-        for n in np.flatnonzero(RESPONSE):
+        for n in np.flatnonzero(response):
             expected[n - 1] = 1 / (1 + total[n if own_mask else n - 1]) / labels
         np.testing.assert_allclose(batch.weights["mdm"][0], expected, rtol=1e-6)
         labelled = expected > 0
-        np.testing.assert_array_equal(batch.labels[0][labelled], np.arange(6, 30)[labelled])
+        np.testing.assert_array_equal(batch.labels[0][labelled], np.arange(101, 125)[labelled])
 
 
 def test_a_pass_of_card_that_reveals_nothing_is_the_last_unless_the_next_one_draws_again():
@@ -134,8 +127,7 @@ def test_blocks_of_one_are_next_tokens():
 
 def test_blocks_of_wedlm_are_reordered_and_weighted_as_by_hand():
     """Two documents in blocks of four, of which the first has its second token in the prompt; any noise."""
-    segments = jnp.array([[1, 1, 1, 1, 1, 1, 2, 2, 2, 0]])
-    rows = Rows(jnp.arange(5, 15)[None], segments, jnp.array([[0, 0, 1, 1, 1, 1, 0, 1, 1, 0]]) > 0)
+    rows = packed([(2, 4), (1, 2)], 10)
     parts, masked = [[0, 1, 2, 3], [4, 5], [6, 7], [8], [9]], 0
     corrupt = jax.jit(wedlm.ReorderedBlocks(MASK, 4).corrupt)
     for seed in range(5):
@@ -152,7 +144,7 @@ def test_blocks_of_wedlm_are_reordered_and_weighted_as_by_hand():
                 assert sorted(labels[part][own == is_masked]) == list(labels[part][own == is_masked])
             gamma = np.asarray(batch.diagnostics["mask_ratio"])[0, part]
             np.testing.assert_allclose(weights[part], own / (6 * gamma), rtol=1e-6)
-        where = np.asarray(batch.positions[0, :10]) + np.array([5] * 6 + [11] * 3 + [14])
+        where = np.asarray(batch.positions[0, :10]) + np.array([100] * 6 + [106] * 3 + [109])
         np.testing.assert_array_equal(where, labels[:10])  # every token keeps its place in the text
     assert masked > 5
 
@@ -189,11 +181,7 @@ def test_where_nothing_is_sure_a_forward_reveals_one(method, own):
 
 
 OBJECTIVE = d2f.BlockForcing(mask_id=MASK, block_length=2, padding=0.0, least=0.2, most=0.7)
-ROWS = Rows(
-    tokens=jnp.arange(5, 31, dtype=jnp.int32)[None],
-    segment_ids=jnp.array([[1] * 6 + [2] * 9 + [3] * 3 + [4] + [5] * 5 + [0] * 2]),
-    is_response=jnp.array([[0, 0, 1, 1, 1, 1] + [0] + [1] * 8 + [1] * 9 + [0] * 2], bool),
-)
+ROWS = packed([(2, 4), (1, 8), (0, 3), (0, 1), (0, 5)], 26)
 
 
 @pytest.fixture(scope="module")

@@ -5,11 +5,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from conftest import BOS, MASK, PAD, PROMPTS, equipped, logits_of, settings, sharp_model, sharp_models, tiny_model
-from helpers import tiny_qwen3, write_tokenizer
+from helpers import packed, tiny_qwen3, write_tokenizer
 from test_huggingface import change_config
 
 from refusion_jax import UserError, decode
-from refusion_jax.batch.rows import Rows
 from refusion_jax.checkpoints.load import load_for
 from refusion_jax.data.fast_tokenizer import load_tokenizer_file
 from refusion_jax.decoding.auxiliary import joined, with_auxiliaries
@@ -178,15 +177,14 @@ def test_weights_of_dream_are_the_double_sum_of_the_paper():
 
 
 def test_a_masked_token_is_the_label_of_the_token_before_it_and_the_weights_are_a_mean_over_masks():
-    tokens = jnp.arange(5, 21, dtype=jnp.int32)[None]
-    rows = Rows(tokens, jnp.array([[1] * 8 + [2] * 6 + [0] * 2]), jnp.array([[0] * 2 + [1] * 12 + [0] * 2], bool))
+    rows = packed([(2, 6), (0, 6)], 16)
     seen, corrupt = set(), jax.jit(OBJECTIVE.corrupt)
     for seed in range(5):
         batch = corrupt(rows, jax.random.split(jax.random.key(seed), 1))
         masked = np.flatnonzero(batch.inputs[0] == MASK)
         seen |= set(masked)
         cart = cart_weights((rows.segment_ids > 0) & (batch.inputs != MASK), rows.segment_ids, 0.5)[0]
-        np.testing.assert_array_equal(batch.labels[0, masked - 1], tokens[0, masked])
+        np.testing.assert_array_equal(batch.labels[0, masked - 1], rows.tokens[0, masked])
         expected = np.zeros(16)
         expected[masked - 1] = cart[masked] / max(len(masked), 1)
         np.testing.assert_allclose(batch.weights["mdm"][0], expected, rtol=1e-6)

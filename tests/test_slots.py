@@ -125,6 +125,12 @@ PAD, SHUFFLE = jax.jit(pad_answers, static_argnums=(2, 3)), jax.jit(shuffle_docu
 KEYS = [jax.random.split(jax.random.key(seed), 2) for seed in range(40)]
 
 
+def corruption(name: str, **keys):
+    """The compiled `corrupt` of a system with these keys of its own."""
+    config = config_with(objective=name, **{f"{name}.{key}": value for key, value in keys.items()})
+    return jax.jit(make_objective(config, MASK, EOS).corrupt)
+
+
 def documents_of(rows: Rows) -> list[list[int]]:
     """The documents of the first row, in order."""
     tokens, segments = rows.tokens[0].tolist(), rows.segment_ids[0].tolist()
@@ -152,10 +158,7 @@ def test_documents_are_whole_and_stand_in_any_order_and_place():
 @pytest.mark.parametrize("name", ["llada", "dream"])
 @pytest.mark.parametrize("shuffle", [False, True])
 def test_the_shortest_document_is_replaced_unless_it_is_shuffled_to_the_front(name, shuffle):
-    objective = make_objective(
-        config_with(objective=name, **{f"{name}.padding": 0.5, f"{name}.shuffle": shuffle}), MASK, EOS
-    )
-    corrupt, lengths = jax.jit(objective.corrupt), set()
+    corrupt, lengths = corruption(name, padding=0.5, shuffle=shuffle), set()
     for keys in KEYS:
         batch = corrupt(UNEQUAL, keys[:1])
         segments, inputs = (np.asarray(x[0]) for x in (batch.visibility.segment_ids, batch.inputs))
@@ -184,9 +187,8 @@ def test_padding_is_a_part_of_the_answer_before_it():
 
 @pytest.mark.parametrize("name", ["llada", "dream"])
 def test_how_much_of_a_document_is_masked_does_not_depend_on_whether_it_stays(name):
-    objective = make_objective(config_with(objective=name, **{f"{name}.padding": 0.5}), MASK, EOS)
     many = jax.tree.map(lambda x: jnp.repeat(x, 4000, axis=0), UNEQUAL)
-    batch = jax.jit(objective.corrupt)(many, jax.random.split(jax.random.key(0), 4000))
+    batch = corruption(name, padding=0.5)(many, jax.random.split(jax.random.key(0), 4000))
     first, second = np.asarray(batch.diagnostics["mask_ratio"][:, [0, 4]]).T
     stays = first != second  # else the second document has become padding of the first
     assert 0.45 < stays.mean() < 0.55
@@ -195,11 +197,10 @@ def test_how_much_of_a_document_is_masked_does_not_depend_on_whether_it_stays(na
 
 
 def test_masks_do_not_depend_on_where_a_document_was_shuffled_to():
-    objective = make_objective(config_with(objective="block_diffusion", **{"block_diffusion.block_size": 4}), MASK, EOS)
     many = jax.tree.map(lambda x: jnp.repeat(x, 4000, axis=0), UNEQUAL)
     keys = jax.random.split(jax.random.key(0), 4000)
     is_first = np.asarray(SHUFFLE(many, keys).tokens[:, 0]) == 30  # the document that stood first stays there
-    ratio = np.asarray(jax.jit(objective.corrupt)(many, keys).diagnostics["mask_ratio"][:, 0])
+    ratio = np.asarray(corruption("block_diffusion", block_size=4)(many, keys).diagnostics["mask_ratio"][:, 0])
     assert 0.3 < is_first.mean() < 0.37
     assert abs(ratio[is_first].mean() - ratio[~is_first].mean()) < 0.04
 
@@ -209,18 +210,16 @@ def test_rows_without_documents_stay_empty_and_no_share_changes_nothing():
     np.testing.assert_array_equal(PAD(ROWS, KEYS[0], 0.0, EOS).tokens, ROWS.tokens)
 
 
-def padding_objective(name: str):
-    """The corruption of a system that repeats the EOS of answers."""
-    own = {"d2f": {"d2f.block_length": 2}, "block_diffusion": {"block_diffusion.block_size": 6}}
-    section = own.get(name, {f"{name}.padding": 0.5})
-    return jax.jit(make_objective(config_with(objective=name, **section), MASK, EOS).corrupt)
+# Systems that repeat the EOS of answers, with keys of theirs.
+REPEATING = {"llada": {"padding": 0.5}, "dream": {"padding": 0.5}, "d2f": {"block_length": 2}}
+REPEATING["block_diffusion"] = {"block_size": 6}
 
 
-@pytest.mark.parametrize("name", ["llada", "dream", "d2f", "block_diffusion"])
+@pytest.mark.parametrize("name", REPEATING)
 def test_nothing_but_an_eos_is_repeated(name):
     """A text that was cut ends without one, and when documents are shuffled others come after it."""
     cut = ROWS.replace(tokens=ROWS.tokens.at[0, 5].set(22))
-    corrupt, learnt = padding_objective(name), set()
+    corrupt, learnt = corruption(name, **REPEATING[name]), set()
     for keys in KEYS:
         batch = corrupt(cut, keys)
         labels = np.asarray(batch.labels)[np.asarray(batch.weights["mdm"]) != 0]
@@ -230,10 +229,10 @@ def test_nothing_but_an_eos_is_repeated(name):
     assert learnt == {11, 21, 22, 31}
 
 
-@pytest.mark.parametrize("name", ["llada", "dream", "d2f", "block_diffusion"])
+@pytest.mark.parametrize("name", REPEATING)
 def test_an_eos_may_be_masked_where_a_repeat_of_it_is_not(name):
     """Decoders come through this state, as they may commit the last repeats first."""
-    corrupt, seen = padding_objective(name), set()
+    corrupt, seen = corruption(name, **REPEATING[name]), set()
     for keys in KEYS:
         ends = np.asarray(corrupt(FIRST, keys).inputs[0])[2:6]  # the EOS of the first document, and its repeats
         seen |= {(bool(a == MASK), bool(b == MASK)) for a, b in itertools.pairwise(ends)}
