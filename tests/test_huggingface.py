@@ -277,8 +277,6 @@ BAD = {
         "lm_head.weight has no place in the model that config.json describes",
     ),
     "missing tensor": (lambda p: change_tensors(p, lambda t: {k: t[k] for k in t if k != Q}), f"holds no tensor {Q}"),
-    "another architecture": (lambda p: change_config(p, model_type="gpt2"), 'model_type="gpt2" is not supported; of'),
-    "scaled rope": (lambda p: change_config(p, rope_scaling={"type": "yarn"}), "rope_scaling="),
     "no size": (
         lambda p: change_config(p, hidden_size="gone"),
         "config.json cannot be read: hidden_size: Field required",
@@ -290,10 +288,6 @@ BAD = {
         "num_tokens=99 are more than vocab_size=32",
     ),
     "no config": (lambda p: (p / "config.json").unlink(), "holds no model of Hugging Face; "),
-    "model_type that is no text": (
-        lambda p: (p / "config.json").write_text('{"model_type": {"x": 1}}'),
-        'config.json: model_type={"x": 1} is not supported',
-    ),
 }
 
 
