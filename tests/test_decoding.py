@@ -3,6 +3,7 @@
 import collections
 import dataclasses
 import itertools
+import math
 import os
 import re
 
@@ -16,6 +17,7 @@ from hypothesis import strategies as st
 
 from refusion_jax import DecodeSettings, UserError, decode
 from refusion_jax.decoding.requests import Request, prepare
+from refusion_jax.decoding.trajectory import forwards_of
 from refusion_jax.distributed.chips import free_tokens
 from refusion_jax.systems.api import decoder_for, stream
 from refusion_jax.systems.refusion.loop import PLAN, VERIFY, SlotDecoder
@@ -192,3 +194,25 @@ def test_what_is_free_is_what_a_forward_feeds_while_it_waits_for_its_weights():
         assert free_tokens(10**9, kind) == tokens
         assert abs(free_tokens(10**9, kind, itemsize=1) - tokens / 2) < 1  # weights in int8 are there sooner
     assert [free_tokens(size, "cpu") for size in (10**6, 10**9)] == [0, 16]
+
+
+@pytest.mark.parametrize("least", [0.3, pytest.param(0.0, marks=pytest.mark.slow)])
+def test_a_text_that_probably_ends_with_its_drafts_ends_there_without_their_being_verified(least):
+    """What is not verified is the plan of the last forward up to the end, and so probable; what is, stays as it was."""
+    model, own, early = sharp_models()[1], settings("dense", size=8, eos_id=6), 0
+    lossless, parts = decode(model, PROMPTS, own), collections.defaultdict(list)
+    requests = prepare(PROMPTS, dataclasses.replace(own, end_threshold=least), model.config)
+    for i, answer in stream(model, requests, record=lambda i, part: parts[i].append(part)):
+        assert answer.forwards <= lossless.forwards[i]
+        if answer.forwards == lossless.forwards[i] or not answer.forwards:
+            assert answer.tokens == lossless.tokens[i] or not answer.forwards
+            continue
+        early += 1
+        last = forwards_of(parts[i])[answer.forwards]
+        planned = [place for place in answer.commit_order if place in last.plan]
+        verified = len(answer.commit_order) - len(planned)
+        assert answer.tokens[:verified] == lossless.tokens[i][:verified]
+        assert answer.tokens[verified:] == [last.plan[place][0] for place in planned]
+        assert answer.tokens[-1] == own.eos_id
+        assert math.prod(last.plan[place][1] for place in planned) >= 0.999 * least
+    assert early

@@ -20,6 +20,9 @@ the text ended there:
     M        1 1 1 1   . . . .   1 1 1 .        the first masks, and so commits the first token.
     M        1 1 1 1   . . . .   1 1 1 1
 
+With `end_threshold` below 1 drafts that end the text are committed without being verified, which saves the last
+forward pass, if the product of the probabilities at their masks is at least that.
+
 With the same noise a sampled text depends on its seed alone, whatever is drafted (Daliri et al., arXiv 2408.07978). A
 draft is accepted with a probability of at least (1 - d) / (1 + d), where d is the total variation distance of the two
 distributions; by the rejection rule of speculative sampling it would be 1 - d.
@@ -65,11 +68,21 @@ class DraftSettings(shared.Settings):
         "slots it writes one token at a time; 0: whatever is fastest on this device. The text is always the same",
         scope="compiled", at_least=0, at_most=2**16,
     )  # fmt: skip
+    end_threshold: float = setting(
+        1.0, "Greedy: drafts up to the end of the text are committed without being verified if it is at least so "
+        "probable that all of them are right; 1: never, and the text is that of one token at a time",
+        at_least=0, at_most=1,
+    )  # fmt: skip
+
+    @property
+    def unread(self) -> dict[str, str]:
+        return {"end_threshold": "temperature"} if self.temperature else {}
 
     @classmethod
     def operating_points(cls, new_tokens: int, trained: Mapping[str, Any]) -> list[dict[str, Any]]:
         size = max(trained["sizes"])
-        return [{"slot_size": size, "fed_tokens": fed} for fed in (1, 2 * size, 3 * size, 6 * size)]
+        points = [{"slot_size": size, "fed_tokens": fed} for fed in (1, 2 * size, 3 * size, 6 * size)]
+        return [*points, {"slot_size": size, "fed_tokens": 2 * size, "end_threshold": 0.9}]
 
 
 @struct.dataclass
@@ -202,6 +215,11 @@ class Drafting(Continuer):
     def _next_place(self, s: DraftingState) -> Int32[Array, "B"]:
         return entry(s.places.position, jnp.minimum(s.record.count, self.new_tokens - 1))
 
+    def _decoded_at(self, s: DraftingState, ahead: Int32[Array, "B K"]) -> Int32[Array, "B K"]:
+        """The places that are decoded after so many others."""
+        number = jnp.minimum(s.record.count[:, None] + ahead, self.new_tokens - 1)
+        return jnp.take_along_axis(s.places.position, number, axis=1)
+
     def _with_masks(
         self, s: DraftingState, tokens: Array, places: Array, prefixes: Array, seen: Array, N: int
     ) -> tuple[Array, Array, Array]:
@@ -225,8 +243,7 @@ class Drafting(Continuer):
         """
         n, first = 1 + drafts.tokens.shape[1], self._next_place(s)[:, None]  # n verified places
         places = jnp.concatenate([first + jnp.arange(n)[None], masks], axis=1)
-        number = jnp.minimum(s.record.count[:, None] + places - first, self.new_tokens - 1)
-        to_decode = jnp.take_along_axis(s.places.position, number, axis=1)  # differs from `places` after this gap
+        to_decode = self._decoded_at(s, places - first)  # differs from `places` after this gap
         choosable = s.choosable(logits, to_decode)
         is_led_up_to = first == last[:, None] + 1  # otherwise the first mask predicts the first token of the gap
         choosable = choosable.at[:, 0].set(jnp.where(is_led_up_to, choosable[:, 0], choosable[:, n]))
@@ -244,7 +261,20 @@ class Drafting(Continuer):
         made = Drafts(drawn[:, n:], sure, jnp.full_like(kept, sure.shape[1]))
         new = _redraft(s.drafts.replace(count=drafts.count), made, prefixes, accepted, kept)
         tell(new.tokens, first + kept[:, None] + jnp.arange(new.tokens.shape[1])[None], new.is_draft, new.sure)
-        return after.replace(drafts=new)
+        return self._end(after.replace(drafts=new))
+
+    def _end(self, s: DraftingState) -> DraftingState:
+        """The state with the drafts of each text committed that probably ends with them: see `end_threshold`."""
+        least, drafts = s.settings.end_threshold[:, None], s.drafts
+        ahead = jnp.broadcast_to(jnp.arange(drafts.tokens.shape[1])[None], drafts.tokens.shape)
+        places = self._next_place(s)[:, None] + ahead
+        in_gap = self._decoded_at(s, ahead) == places
+        chance = jnp.cumprod(jnp.where(drafts.is_draft & in_gap, drafts.sure, 0), axis=1)
+        ends = (drafts.tokens == self.ids.eos_id) & (chance >= least) & (least < 1)
+        is_greedy = s.active & (s.settings.temperature == 0)
+        count = jnp.where(is_greedy & jnp.any(ends, axis=1), jnp.argmax(ends, axis=1) + 1, 0)
+        after, _ = s.commit(s.cache, drafts.tokens, places, count)
+        return after.replace(active=s.active & after.active, forwards=s.forwards)
 
 
 def _redraft(
