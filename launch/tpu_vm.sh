@@ -191,7 +191,7 @@ create() { # until the TPU is there; what is left of a preempted one is deleted 
 }
 
 setup() {
-  local archive=refusion_jax.tgz folder=/tmp tries pack
+  local archive=refusion_jax.tgz folder=${TMPDIR:-/tmp} tries pack ready=''
   if [ -z "$dry_run" ]; then folder=$(mktemp -d); fi
   pack=(tar -czf "$folder/$archive" --exclude=__pycache__ refusion_jax configs launch requirements.txt pyproject.toml README.md LICENSE)
   if [ -n "$dry_run" ]; then echo "${pack[@]}"; else COPYFILE_DISABLE=1 "${pack[@]}" || exit 1; fi
@@ -199,14 +199,27 @@ setup() {
   for ((tries = 0; tries < 10; tries++)); do # a new machine takes a while to answer
     if gcloud_ scp "$folder/$archive" "$name:$archive" --node=all --worker=all &&
       everywhere "mkdir -p refusion_jax && tar -xzf $archive -C refusion_jax && rm $archive && bash refusion_jax/launch/worker.sh install"; then
-      if [ -z "$dry_run" ]; then rm -rf "$folder"; fi
-      return
+      ready=1
+      break
     fi
+    get_state
+    if [ "$state" != ACTIVE ]; then break; fi
     sleep "$POLL_SECONDS"
   done
-  rm -rf "$folder"
-  echo "error: $name cannot be set up" >&2
-  exit 1
+  if [ -z "$dry_run" ]; then rm -rf "$folder"; fi # of a dry run it is not ours
+  if [ -n "$ready" ]; then return; fi
+  echo "$name cannot be set up, and is $state" >&2
+  return 1
+}
+
+prepare() { # a TPU that is preempted while it is set up is created again
+  until
+    created=''
+    create
+    setup
+  do
+    case $state in ACTIVE | DELETING | NONE) exit 1 ;; esac
+  done
 }
 
 watch() { # until the run is complete or fails by itself
@@ -229,11 +242,12 @@ watch() { # until the run is complete or fails by itself
         ;;
     esac
     get_state
-    if [ "$state" != ACTIVE ]; then
+    if [[ $state == DELETING || $state == NONE ]]; then # by somebody: a preempted one is SUSPENDED
+      echo "$name has been deleted; run creates it again, and resumes"
+      return 75
+    elif [ "$state" != ACTIVE ]; then
       echo "$name is $state: creating it again"
-      created=''
-      create
-      setup
+      prepare
       on_all start "${flags[@]}"
       silent=0
     elif ((code != 255)); then
@@ -257,9 +271,8 @@ case $command in
   setup) setup ;;
   run)
     remember
-    create
-    setup
-    on_all start "${flags[@]}" || exit 1
+    prepare
+    on_all start "${flags[@]}" || (($? == 255)) || exit 1 # of one that is gone meanwhile `watch` takes care
     echo "started; see it with: bash launch/tpu_vm.sh logs $name"
     watch
     ;;

@@ -123,6 +123,14 @@ def test_dry_run_prints_the_calls_and_makes_none(gcloud):
     assert all(line.rstrip().endswith("--zone=us-east5-a --project=p") for line in lines)
 
 
+def test_a_dry_run_that_cannot_be_printed_removes_nothing(gcloud):
+    line = ["bash", str(ROOT / "launch" / "tpu_vm.sh"), "setup", "tpu", PLACE, "--dry_run"]
+    env = os.environ | {"TMPDIR": str(gcloud), "XDG_STATE_HOME": str(gcloud), "POLL_SECONDS": "0"}
+    with open("/dev/full", "w") as full:
+        assert subprocess.run(line, env=env, stdout=full, stderr=subprocess.DEVNULL, timeout=60).returncode == 1
+    assert (gcloud / "bin" / "gcloud").exists()
+
+
 def test_flags_of_gcloud_go_to_create_as_they_are_and_are_remembered(gcloud):
     asked = ["--reserved", "--service-account=a@p", "--network=n", "--internal-ips", "--labels=a=b c"]
     reach = "--tunnel-through-iap"
@@ -156,6 +164,23 @@ def test_a_preempted_tpu_is_created_again_and_the_run_resumed(gcloud, wait):
     assert "tpu is SUSPENDED: creating it again" in out
     again = [SEEN, SEEN, DELETED, SEEN, [*CREATED, PLACE], SEEN, *SET_UP, STARTED, remote("wait")]
     assert calls(gcloud) == [SEEN, *SET_UP, STARTED, remote("wait"), *again]
+
+
+@pytest.mark.parametrize("state", [(0, "DELETING"), ABSENT])
+def test_a_tpu_that_somebody_deletes_is_not_created_again(gcloud, state):
+    answer(gcloud, describe=[(0, "ACTIVE"), state, ABSENT, (0, "ACTIVE")], wait=[(75, "")])
+    out, _ = tpu_vm(gcloud, "run", "tpu", *ASKED, "--", *TRAIN, code=75)
+    assert "tpu has been deleted" in out
+    assert calls(gcloud) == [SEEN, *SET_UP, STARTED, remote("wait"), SEEN]
+
+
+def test_a_tpu_that_is_preempted_before_the_run_begins_is_created_again(gcloud):
+    there, gone, unreached = (0, "ACTIVE"), (0, "SUSPENDED"), (255, None)
+    states = [there, gone, gone, ABSENT, there, gone, gone, ABSENT, there]
+    answer(gcloud, describe=states, install=[unreached], start=[unreached], wait=[unreached])
+    tpu_vm(gcloud, "run", "tpu", *ASKED, "--", *TRAIN)
+    again = [SEEN, SEEN, DELETED, SEEN, [*CREATED, PLACE], SEEN, *SET_UP, STARTED, remote("wait")]
+    assert calls(gcloud) == [SEEN, *SET_UP, *again, *again]
 
 
 @pytest.mark.parametrize(
