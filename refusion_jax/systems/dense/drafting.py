@@ -215,7 +215,7 @@ class Drafting(Continuer):
     def _next_place(self, s: DraftingState) -> Int32[Array, "B"]:
         return entry(s.places.position, jnp.minimum(s.record.count, self.new_tokens - 1))
 
-    def _decoded_at(self, s: DraftingState, ahead: Int32[Array, "B K"]) -> Int32[Array, "B K"]:
+    def _decoded_at(self, s: DraftingState, ahead: Int32[Array, "#B K"]) -> Int32[Array, "B K"]:
         """The places that are decoded after so many others."""
         number = jnp.minimum(s.record.count[:, None] + ahead, self.new_tokens - 1)
         return jnp.take_along_axis(s.places.position, number, axis=1)
@@ -266,7 +266,7 @@ class Drafting(Continuer):
     def _end(self, s: DraftingState) -> DraftingState:
         """The state with the drafts of each text committed that probably ends with them: see `end_threshold`."""
         least, drafts = s.settings.end_threshold[:, None], s.drafts
-        ahead = jnp.broadcast_to(jnp.arange(drafts.tokens.shape[1])[None], drafts.tokens.shape)
+        ahead = jnp.arange(drafts.tokens.shape[1])[None]
         places = self._next_place(s)[:, None] + ahead
         in_gap = self._decoded_at(s, ahead) == places
         chance = jnp.cumprod(jnp.where(drafts.is_draft & in_gap, drafts.sure, 0), axis=1)
