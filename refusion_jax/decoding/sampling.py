@@ -117,14 +117,22 @@ def best(logits: Float32[Array, "*B V"]) -> Int32[Array, "*B"]:
 def drawn_from(logits: Float32[Array, "B T V"], settings: TracedSettings) -> Float32[Array, "B T V"]:
     """Logits of the distribution that is sampled: logits / temperature, -inf outside top_k and the nucleus.
 
-    The logits are those of the tokens that may be chosen, the settings [B, T]; undefined at temperature 0.
+    The logits are those of the tokens that may be chosen, the settings [B, T]; undefined at temperature 0. A cut that
+    no row asks for is skipped: a sample from 151,936 logits then takes a third of the time on a CPU.
     """
     scaled = logits / jnp.maximum(settings.temperature, _LEAST)[:, :, None]
-    k = jnp.where(settings.top_k > 0, settings.top_k, logits.shape[-1])
-    scaled = keep_top(scaled, jnp.ones_like(scaled), k.astype(jnp.float32))
-    nucleus = keep_top(scaled, jax.nn.softmax(scaled, axis=-1), jnp.maximum(settings.top_p, _LEAST))
-    # At top_p = 1 nothing is cut; the probabilities may sum to less than 1 by rounding.
-    return jnp.where((settings.top_p < 1)[:, :, None], nucleus, scaled)
+
+    def highest(scaled):
+        k = jnp.where(settings.top_k > 0, settings.top_k, scaled.shape[-1])
+        return keep_top(scaled, jnp.ones_like(scaled), k.astype(jnp.float32))
+
+    def nucleus(scaled):
+        kept = keep_top(scaled, jax.nn.softmax(scaled, axis=-1), jnp.maximum(settings.top_p, _LEAST))
+        # At top_p = 1 nothing is cut; the probabilities may sum to less than 1 by rounding.
+        return jnp.where((settings.top_p < 1)[:, :, None], kept, scaled)
+
+    scaled = jax.lax.cond(jnp.any(settings.top_k > 0), highest, lambda scaled: scaled, scaled)
+    return jax.lax.cond(jnp.any(settings.top_p < 1), nucleus, lambda scaled: scaled, scaled)
 
 
 def keep_top(
@@ -132,21 +140,18 @@ def keep_top(
 ) -> Float32[Array, "B T V"]:
     """Keeps the fewest highest logits whose weights sum to the target, with ties; -inf elsewhere.
 
-    The lowest logit to keep is found by bisection over all float32 values in their order: 32 sums over the vocabulary,
+    The lowest logit to keep is found bit by bit, among all float32 values in their order: 32 sums over the vocabulary,
     fewer passes than a sort takes.
     """
     bits = jax.lax.bitcast_convert_type(logits, jnp.int32)
     ordered = jnp.where(bits < 0, bits ^ 0x7FFFFFFF, bits)  # integers in the order of the floats
 
-    def halve(_, bounds):
-        low, high = bounds  # the logits at or above `low` reach the target, those at or above `high` do not
-        middle = (low >> 1) + (high >> 1) + (low & high & 1)
-        reaches = jnp.sum(jnp.where(ordered >= middle[:, :, None], weights, 0.0), axis=-1) >= target
-        return jnp.where(reaches, middle, low), jnp.where(reaches, high, middle)
+    def add_bit(i, low):  # the logits at or above `low` reach the target
+        higher = low + (1 << 31 - i)
+        reaches = jnp.sum(jnp.where(ordered >= higher[:, :, None], weights, 0.0), axis=-1) >= target
+        return jnp.where(reaches, higher, low)
 
-    info = jnp.iinfo(jnp.int32)
-    start = (jnp.full(logits.shape[:2], info.min), jnp.full(logits.shape[:2], info.max))
-    low, _ = jax.lax.fori_loop(0, 32, halve, start)
+    low = jax.lax.fori_loop(0, 32, add_bit, jnp.full(logits.shape[:2], jnp.iinfo(jnp.int32).min))
     return jnp.where(ordered >= low[:, :, None], logits, -jnp.inf)
 
 
