@@ -1,72 +1,26 @@
-"""What serves requests, without HTTP: rows shared by callers, and text that is told once it is certain."""
+"""What serves requests, without HTTP: rows shared by callers."""
 
 import dataclasses
 import gc
 import math
-import random
 import threading
 import weakref
 
-import hypothesis
 import jax
 import pytest
 from conftest import BOS, PROMPTS, compiled, equipped, settings, sharp_model
-from helpers import Bytes, wait_until
-from hypothesis import strategies as st
+from helpers import wait_until
 
 from refusion_jax import Request, decode
 from refusion_jax.cli.errors import Failure
 from refusion_jax.decoding import queue
-from refusion_jax.decoding.requests import Answer, prepare
-from refusion_jax.decoding.stops import Stops
+from refusion_jax.decoding.requests import prepare
 from refusion_jax.decoding.trajectory import forwards_of
+from refusion_jax.serving import engine as serving_engine
 from refusion_jax.serving.engine import MOST_WAITING, BusyError, Engine, Job
-from refusion_jax.serving.writer import Writer
 from refusion_jax.systems import registry
 from refusion_jax.systems.api import decoder_for
 from refusion_jax.systems.registry import find_system
-
-# What is certain of a text that is still written.
-
-
-@hypothesis.given(
-    st.text("ab\u00e9\U0001f600", min_size=1, max_size=12),
-    st.lists(st.tuples(st.integers(0, 11), st.integers(1, 4)), max_size=3),
-    st.integers(1, 24),
-    st.randoms(use_true_random=False),
-    st.booleans(),
-)
-@hypothesis.example("ab\U0001f600c", [(1, 1), (0, 3)], 24, random.Random(0), True)  # the longer stop comes later
-def test_pieces_add_up_to_the_answer_and_are_never_taken_back(text, cuts, limit, random, in_order):
-    """Tokens are bytes, committed in any order and shown at any time; stop strings are parts of the text."""
-    stops = [text[at : at + length] for at, length in cuts if at < len(text)]
-    tokens, order = list(text.encode()), list(range(len(text.encode())))
-    if not in_order:
-        random.shuffle(order)
-    writer, said, reason = Writer(Bytes(), Stops(tuple(stops)), limit), "", None
-    for done in sorted(random.sample(range(len(order)), random.randint(0, len(order)))) + [len(order)]:
-        known = order[:done]
-        begun = next((at for at in range(len(tokens)) if at not in known), len(tokens))
-        is_finished = done == len(order)
-        answer = Answer(tokens[:begun], known, [tokens[at] for at in known], 1, 1, "length" if is_finished else "stop")
-        piece = writer.read(answer, is_finished)
-        said, reason = said + piece.text, piece.finish_reason
-        if reason:
-            break
-    whole = Bytes().decode(tokens[:limit])
-    assert said == Stops(tuple(stops)).cut(whole)[0]
-    assert Bytes().decode(piece.tokens).startswith(said)  # also where a character of several tokens is the last
-    assert reason == ("stop" if any(stop in whole for stop in stops) else "length")
-
-
-@hypothesis.given(st.text("ab", max_size=9), st.lists(st.text("ab", min_size=1, max_size=5), max_size=3))
-def test_what_may_begin_a_stop_string_is_held_back_and_no_more(text, stops):
-    beginnings = {stop[:length] for stop in stops for length in range(1, len(stop))}
-    held = max((length for length in range(len(text) + 1) if text[len(text) - length :] in beginnings), default=0)
-    assert Stops(tuple(stops)).without_beginning(text) == text[: len(text) - held]
-
-
-# The engine, without HTTP.
 
 
 class Told:
@@ -193,6 +147,39 @@ def test_what_a_prompt_begins_with_is_known_after_its_row_has_had_others(engine)
     assert [x.nbytes for x in jax.tree.leaves(engine._batch._store)] == size
     for i, answer in told.finished:
         assert answer.tokens == decode(model, [prompts[i]], settings("ar", new=8, eos_id=29)).tokens[0]
+
+
+@pytest.mark.parametrize("method", ["ar", "refusion"])
+def test_others_decode_while_a_long_prompt_is_prefilled(method, monkeypatch):
+    """In chunks of 32 tokens, each followed by forward passes of those who came before; the same answer as at once."""
+    for module in (queue, serving_engine):
+        monkeypatch.setattr(module, "PREFILL_CHUNK", 32)
+    monkeypatch.setattr(serving_engine, "OFTEN", 0.0)
+    model, own = sharp_model(), settings(method, new=192, eos_id=29, cache_length=448)
+    told, reports, asked, long = Told(), [], {}, [BOS, *(5 + i * i % 23 for i in range(200))]
+    engine = Engine(model, own, rows=2)
+
+    def jobs(name, prompt):
+        new = asked[name] = dataclasses.replace(own, max_new_tokens=192 if name == "first" else 8)
+        request = engine.check(Request(prompt, settings=new))
+        return [told.job(name, request, lambda answer: reports.append(name) or told.hold(answer), is_watched=True)]
+
+    engine.start()
+    try:
+        engine.submit(jobs("first", [BOS, 7]))
+        wait_until(lambda: reports)
+        engine.submit(second := jobs("long", long))
+        told.all_asked.set()
+        wait_until(lambda: "long" in reports)
+        seen = reports.index("long") - 1
+        engine.submit(third := jobs("again", long))
+        told.wait(3)
+    finally:
+        engine.close()
+    assert seen >= 5
+    assert (second[0].cached, third[0].cached) == (0, 192)
+    for name, answer in told.finished:
+        assert answer.tokens == decode(model, [[BOS, 7] if name == "first" else long], asked[name]).tokens[0]
 
 
 def test_a_caller_who_has_enough_frees_the_row_and_one_who_fails_harms_nobody(engine):

@@ -25,7 +25,7 @@ from refusion_jax.decoding import cache as kv
 from refusion_jax.decoding import prefixes
 from refusion_jax.decoding.decoder import Decoder, RowState, map_state
 from refusion_jax.decoding.memory import REFILL, admissions, check_memory, room_besides
-from refusion_jax.decoding.requests import Answer, Request, read_answer
+from refusion_jax.decoding.requests import PREFILL_CHUNK, Answer, Request, read_answer
 from refusion_jax.decoding.sampling import Record, count_drafts, select
 from refusion_jax.decoding.trajectory import Trajectory, collect
 from refusion_jax.distributed.processes import fetch
@@ -230,6 +230,24 @@ class RunningBatch:
             some, blocks = [requests[n] for n in group], [waiting.pop(n) for n in group]
             rows |= zip(group, self._admit_group(some, blocks), strict=True)
         return [rows[number] for number in range(len(requests))]
+
+    def next_part(self, request: Request) -> Request | None:
+        """A request for the next chunk of a prompt that is not in the prefix cache, for `prefill`.
+
+        None if no more than one chunk is missing, or the prefix cache has no room for the whole prompt.
+        """
+        store, blocks = self._prefixes, self._prefixes.blocks_of(request)
+        end = store.known(blocks) + max(PREFILL_CHUNK // store.size, 1)
+        tokens = end * store.size + 1  # the last given token is in no block
+        fits = end < len(blocks) <= store.count and tokens <= len(request.prompt)
+        return dataclasses.replace(request, prompt=request.prompt[:tokens], template=()) if fits else None
+
+    def prefill(self, part: Request) -> int:
+        """Prefills a part into the prefix cache alone; returns how many of its tokens were known before."""
+        blocks = [self._prefixes.blocks_of(part)]
+        new = newcomers({self.rows: part}, self._sizes[0], self.rows, self._decoder, self._prefixes, blocks)
+        self._prefill(new)
+        return int(new.known)
 
     def compile_admissions(self, like: Request) -> None:
         """Compiles admission for every number of rows, by prefilling a request into rows outside the batch."""
