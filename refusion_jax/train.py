@@ -198,6 +198,8 @@ def session(run: Run, start_over: bool) -> str:
         return "preempted" if now.is_preempted else outcome
     if outcome == "complete":
         say(f"trained to step {config.steps}; the run is in {run.workdir}")
+        if skipped := int(now.metrics["in_a_row"]):
+            say(f"its weights are those of step {step - skipped}: the updates of all later steps were left out")
     else:
         say(f"interrupted: saved step {step} of {config.steps}; start it again to resume")
     say(events.describe(events.account(events.read_events(run.workdir))))

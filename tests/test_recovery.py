@@ -142,6 +142,14 @@ def test_a_run_of_few_steps_does_not_end_well_if_none_of_them_counts(tmp_path):
     assert saved_steps(tmp_path / "run") == []
 
 
+def test_a_run_whose_last_steps_do_not_count_ends_with_a_line_that_says_so(tmp_path):
+    """As above, a limit below the mean makes every step after the first 20 a spike."""
+    out, _ = run("train", *TINY_RUN, f"--workdir={tmp_path}", "--config.steps=24", "--config.guard.spike=0.01")
+    said = "its weights are those of step 20: the updates of all later steps were left out\n"
+    assert f"trained to step 24; the run is in {tmp_path}\n{said}" in out
+    assert read_metrics(tmp_path)[-1]["skipped"] == 4
+
+
 FLAGS = [*TINY_RUN, "--config.checkpoint.every=1000"]
 
 
