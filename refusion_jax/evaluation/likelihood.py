@@ -130,7 +130,7 @@ def held_out_bits(
         "eval_bits_per_byte_is_bound": scored[0].is_bound,
         "eval_bits_per_byte_error": error / size / math.log(2),
         "eval_nats_per_token": -nats / tokens,
-        "documents": len(scored),
+        "segments": len(scored),  # as in a manifest: a text longer than a row has several
         "tokens": tokens,
         "bytes": size,
         **_used(system, **how),
