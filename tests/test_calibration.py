@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import re
 import statistics
 from dataclasses import replace
 from pathlib import Path
@@ -19,6 +20,7 @@ from refusion_jax.checkpoints.load import load_model
 from refusion_jax.cli.errors import UserError
 from refusion_jax.distributed.chips import CHIPS, find_chip
 from refusion_jax.model import huggingface
+from refusion_jax.planning.compiler import Compiled
 
 RUNS = read_runs()
 
@@ -66,6 +68,16 @@ def test_bench_calibration_prints_every_run_and_every_generation_and_how_well_a_
     assert summary["runs"] >= 20
     assert summary["left_out_mean"] <= 0.04
     assert summary["left_out_worst"] <= 0.09
+
+
+@pytest.mark.parametrize(("gib", "overrun"), [(9999, ""), (1, "out of memory")])
+def test_a_run_that_does_not_fit_is_not_counted_again(monkeypatch, gib, overrun):
+    """The compiler would compute more in it, to need less memory, than the program that ran."""
+    compiled = Compiled(0, 0, gib << 30, 0, module=None, seconds=0, cpu_seconds=None, overrun=overrun)
+    monkeypatch.setattr(calibration, "compile_program", lambda *_, **__: compiled)
+    monkeypatch.setattr(calibration, "tpu_devices", lambda *_: [None] * 64)
+    with pytest.raises(UserError, match=rf"^{re.escape(RUNS[0].name)} does not fit: {gib}\.0 GiB"):
+        calibration.compiled_again(RUNS[0])
 
 
 @pytest.mark.slow
