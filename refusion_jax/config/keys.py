@@ -124,8 +124,8 @@ _LORA = {
 _DATA = {
     "path": Setting(
         "tasks",
-        "tasks | families | stdlib | a file or glob, also on gs://: .jsonl, .parquet, text ... | DIR or DIR,DIR of "
-        "`prepare`; append :held_out to tasks, families or stdlib for a disjoint held-out set",
+        "tasks | families | stdlib | a file, glob or directory, also on gs://: .jsonl, .parquet, text ... | DIR or "
+        "DIR,DIR of `prepare`; append :held_out to tasks, families or stdlib for a disjoint held-out set",
     ),
     "weights": Setting((), "relative weights of data.path's directories, such as (3,1); empty: by their rows"),
     "tokenizer": Setting(
