@@ -87,7 +87,19 @@ def test_as_many_in_a_row_as_allowed_roll_back_at_the_same_step_however_they_are
     with pytest.raises(RollBack, match=r"step 13 does not count \(loss nan, gradient norm 1.*10 in a row") as failure:
         train()
     assert failure.value.step == 13
-    assert "step 2 does not count" in capsys.readouterr().out
+    said = "step 2 does not count (loss nan, gradient norm 1; name the tensor with --config.debug_nans)"
+    assert said in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("first", ["weight", "gradient", "update"])
+def test_the_first_that_is_not_finite_is_named_in_the_order_in_which_a_step_computes_them(first, capsys):
+    kinds = ("weight", "gradient", "update")
+    finite = {kind: {"a": jnp.bool_(True), "b": jnp.bool_(at < kinds.index(first))} for at, kind in enumerate(kinds)}
+    now = after(1, in_a_row=1)
+    now.metrics["finite"] = jax.jit(lambda x: x)(finite)
+    (health := Health()).after_step(now)
+    assert health.is_in_doubt()
+    assert f"; first not finite: {first} ['b'], of 1 such)" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf, 1e25], ids=str)
@@ -134,11 +146,13 @@ def test_a_run_of_few_steps_does_not_end_well_if_none_of_them_counts(tmp_path):
         "--config.objective=mine",
         "--config.steps=6",
         "--config.row_length=64",
+        "--config.debug_nans",
     ]
-    _, err = run("train", *flags, f"--workdir={tmp_path}/run", code=2)
+    out, err = run("train", *flags, f"--workdir={tmp_path}/run", code=2)
     assert re.match(
         r"error: training diverged: step 6 does not count \(loss nan, .* the last of 6 in a row; 3 roll", err
     )
+    assert "step 1 does not count (loss nan, gradient norm nan; first not finite: gradient ['embed_tokens'], of " in out
     assert saved_steps(tmp_path / "run") == []
 
 

@@ -104,7 +104,8 @@ class Health:
 
 def first_bad(metrics: dict[str, Any]) -> str:
     """The first weight, gradient or update that is not finite, if --config.debug_nans records it."""
-    for kind, tree in metrics.get("finite", {}).items():
+    for kind in ("weight", "gradient", "update"):  # a step returns them in another order
+        tree = metrics.get("finite", {}).get(kind)
         if bad := [path for path, is_finite in jax.tree.leaves_with_path(tree) if not is_finite]:
             return f"; first not finite: {kind} {jax.tree_util.keystr(bad[0])}, of {len(bad)} such"
     return "; name the tensor with --config.debug_nans" if "finite" not in metrics else ""
