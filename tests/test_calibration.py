@@ -209,6 +209,18 @@ def test_a_checkpoint_is_decoded_by_the_decoders_of_its_system_and_lines_of_prom
     assert (request.prompt, request.template, request.settings) == ([5, 6], ([7], 4, [8]), None)
 
 
+def test_a_decoder_may_be_named_as_for_generate_and_a_setting_that_no_setup_has_is_told(monkeypatch, caplog):
+    measured = []
+    monkeypatch.setattr(decode, "copy_bandwidth", lambda: 1.0)
+    monkeypatch.setattr(decode, "measure", lambda model, setups, *_: measured.append(setups) or [])
+    flags = ["--decode.method=sequential", "--decode.slot_size=4", "--decode.steps=3"]
+    decode.main(flags_of(decode, *flags, "--batch_sizes=1,8"))
+    assert [(*setups, setups["sequential"].slot_size) for setups in measured] == 2 * [("sequential", 4)]
+    assert caplog.messages == ["--decode.steps has no effect: no setup has it"]
+    with pytest.raises(UserError, match="--decode.method=sequential: --setup names the decoders"):
+        decode.main(flags_of(decode, *flags, "--setup=refusion"))
+
+
 def test_a_drafter_is_measured_with_its_model_and_of_a_template_only_what_is_decoded(tmp_path, monkeypatch, capsys):
     model = load_model(SHIPPED / "model")
     for objective in ("ar", "idlm"):

@@ -284,9 +284,11 @@ BAD = {
         [*DUMP, "--decode.batch_size=4"],
         "--decode.batch_size: cannot be used with --hlo",
     ),
-} | {  # which every setup has of its own
-    f"{flag} of bench decode": (["bench", "decode", f"--{flag}=7"], f"Unknown command line flag '{flag}'")
-    for flag in ("decode.batch_size", "decode.method")
+    "size of bench decode": (["bench", "decode", "--decode.batch_size=7"], "flag 'decode.batch_size'. Did you mean: "),
+    "length of bench decode": (
+        ["bench", "decode", "--max_new_tokens=7"],
+        "flag 'max_new_tokens'. Did you mean: decode.max_new_tokens ?\n",
+    ),
 }
 
 

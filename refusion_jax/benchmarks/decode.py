@@ -6,7 +6,7 @@
   python -m refusion_jax.bench decode --size=1.7b --dtype=bfloat16 --decode.max_new_tokens=512 --batch_sizes=1
 
 Each --setup is the name of a decoder followed by its own settings, such as --setup='sequential slot_size=4'; by default
-all decoders of the system that trained the model are measured. Settings of all setups are flags, as for generate.
+--decode.method, or all decoders of the system that trained the model are measured. Settings of all setups are flags.
 Without a checkpoint the weights are random, in the shape that --size names. For each setup it prints tokens per second,
 forwards, tokens per forward and milliseconds per forward; `bytes` of weights and cache in their dtypes (weights=int8
 cache=int8); and `of_bandwidth`, the share of the memory bandwidth, as measured by a copy, that is needed to read these
@@ -24,7 +24,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from absl import flags
+from absl import flags, logging
 from etils import epath
 from flax import nnx
 from rich.console import Console
@@ -78,7 +78,7 @@ def define_flags(own: flags.FlagValues) -> None:
         flag_values=own,
     )
     flags.DEFINE_integer("repeats", 3, "Interleaved repeats of each setup; the median counts", 1, flag_values=own)
-    shared = {name: setting for name, setting in all_settings().items() if name not in ("method", "batch_size")}
+    shared = {name: setting for name, setting in all_settings().items() if name != "batch_size"}
     command.define_settings(shared, own, _DEFAULTS)  # of all setups
 
 
@@ -90,11 +90,17 @@ def main(own: flags.FlagValues) -> None:
     model = load_model(own.checkpoint, own.dtype) if own.checkpoint else random_model(own.size, own.dtype)
     bandwidth = copy_bandwidth()
     system = system_of(choose_method(epath.Path(own.checkpoint), None)) if own.checkpoint else default_system()
-    names = own.setup or system.decoders
+    given = command.given(own)
+    if (only := given.pop("method", None)) and own.setup:
+        raise UserError(f"--decode.method={only}: --setup names the decoders")
+    names = own.setup or ([only] if only else system.decoders)
     table = Table("setup", "batch", "tokens/s", "tokens/forward", "ms/forward", "of bandwidth")
     for batch_size in batch_sizes:
-        shared = _DEFAULTS | command.given(own) | {"batch_size": batch_size}
+        shared = _DEFAULTS | given | {"batch_size": batch_size}
         setups = {setup: read_setup(setup, shared, own.checkpoint) for setup in names}
+        for name in given if batch_size == batch_sizes[0] else ():
+            if not any(hasattr(settings, name) for settings in setups.values()):
+                logging.warning("--decode.%s has no effect: no setup has it", name)
         if own.prompts:
             tokenizer = find_tokenizer(epath.Path(own.checkpoint)) if own.checkpoint else None
             found = read_prompts(Path(own.prompts), tokenizer, next(iter(setups.values())))

@@ -81,8 +81,7 @@ def parse_with_config(
         fault = config_fault(argv[1:], names() if names else ())
         if isinstance(error, flags.UnrecognizedFlagError):  # absl would suggest its own, too
             ours = [name for name in values if not values.find_module_defining_flag(name).startswith("absl.")]
-            close = difflib.get_close_matches(error.flagname, [*ours, "help", "flagfile"])
-            error = flags.UnrecognizedFlagError(error.flagname, suggestions=close)
+            error = _unrecognized(error, [*ours, "help", "flagfile"])
         is_ours = isinstance(error, flags.Error | UserError)
         raise fault or (
             error if is_ours else UserError(f"{config_flag(argv)}: {type(error).__name__}: {error}")
@@ -113,10 +112,19 @@ def run_part(command: str, story: str, parts: Mapping[str, str]) -> None:
     if HELP_FLAGS & set(rest):
         print(help_page(part.__doc__, [own[flag] for flag in own]))
         return
-    if unexpected := own([f"{command} {name}", *rest])[1:]:
+    try:
+        unexpected = own([f"{command} {name}", *rest])[1:]
+    except flags.UnrecognizedFlagError as error:
+        raise _unrecognized(error, [*own, "help", "flagfile"]) from error
+    if unexpected:
         raise UserError(f"unexpected argument {unexpected[0]!r}: every setting is a --flag")
     check_values(own)
     part.main(own)
+
+
+def _unrecognized(error: flags.UnrecognizedFlagError, known: list[str]) -> flags.UnrecognizedFlagError:
+    """The error with other suggestions than absl's, which has none for a flag whose prefix is missing."""
+    return flags.UnrecognizedFlagError(error.flagname, suggestions=difflib.get_close_matches(error.flagname, known))
 
 
 def read_arguments(arguments: Sequence[str]) -> list[str]:
