@@ -51,6 +51,37 @@ def test_a_loop_counts_as_often_as_it_runs_and_once_where_the_data_decides():
     assert count(parse(open_ended), chips_per_slice=1).flops == 2 * 4 * 8 * 8
 
 
+def test_a_conditional_counts_the_dearest_branch_or_the_cheapest_if_its_scope_is_unused():
+    text = """
+%none (x: f32[4,8]) -> f32[4,8] {
+  ROOT %x = f32[4,8]{1,0} parameter(0)
+}
+
+%some (y: f32[4,8]) -> f32[4,8] {
+  %y = f32[4,8]{1,0} parameter(0)
+  ROOT %more = f32[4,8]{1,0} add(%y, %y)
+}
+
+ENTRY %main (is_some: pred[], z: f32[4,8]) -> f32[4,8] {
+  %is_some = pred[] parameter(0)
+  %z = f32[4,8]{1,0} parameter(1)
+  ROOT %c = f32[4,8]{1,0} conditional(%is_some, %z, %z), true_computation=%some, false_computation=%none, metadata={op_name="f/seldom/cond"}
+}
+"""  # noqa: E501  as it is printed
+    assert [count(parse(text), 1, unused).bytes for unused in ("", "seldom", "often")] == [3 * 128, 0, 3 * 128]
+
+
+@pytest.mark.parametrize(("result", "moved"), [("{1,0}", 2 * 64), ("{1,0:S(1)}", 64)])
+def test_a_slice_is_written_to_memory_unless_it_stays_on_the_chip(result, moved):
+    text = f"""
+ENTRY %main (x: f32[4,8]) -> f32[2,8] {{
+  %x = f32[4,8]{{1,0}} parameter(0)
+  ROOT %s = f32[2,8]{result} slice(%x), slice={{[0:2], [0:8]}}
+}}
+"""
+    assert count(parse(text), 1).bytes == moved
+
+
 def test_an_instruction_has_the_fields_that_its_docstring_names():
     drawn = re.findall(r"^ +((?:ROOT )?%.+)$", Instruction.__doc__, re.MULTILINE)
     text = "\n  ".join(["ENTRY %main () -> f32[4,8] {", *drawn]) + "\n}\n"

@@ -3,7 +3,7 @@
 Axes: B rows, T tokens, V vocabulary, R capacity of the record; N verified places, M = N - 1 drafts.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -62,6 +62,7 @@ def count_drafts(
     return jnp.stack([jnp.sum(is_fed, axis=1), jnp.sum(is_kept, axis=1)], axis=1).astype(jnp.int32)
 
 
+SAMPLED = "sampled"  # the scope of conditions on whether a row has a temperature; `plan` counts them
 _LEAST = 1e-30  # of temperature and top_p: below it logits overflow, or the nucleus lacks the most probable token
 
 
@@ -99,7 +100,7 @@ def sample(
         noisy = drawn_from(logits, settings) + gumbel(keys, positions)
         return jnp.where((draw & (settings.temperature > 0))[:, :, None], noisy, logits)
 
-    return best(jax.lax.cond(jnp.any(settings.temperature > 0), drawn, lambda logits: logits, logits))
+    return best(_if_sampled(settings, drawn, lambda logits: logits, logits))
 
 
 def best(logits: Float32[Array, "*B V"]) -> Int32[Array, "*B"]:
@@ -186,6 +187,12 @@ def run_length(flags: Bool[Array, "*axes K"]) -> Int32[Array, "*axes"]:
     return jnp.sum(jnp.cumprod(flags.astype(jnp.int32), axis=-1), axis=-1)
 
 
+def _if_sampled(settings: TracedSettings, sampled: Callable, greedy: Callable, *operands: Array) -> Array:
+    """The first function of the operands if any row has a temperature, else the second one."""
+    with jax.named_scope(SAMPLED):
+        return jax.lax.cond(jnp.any(settings.temperature > 0), sampled, greedy, *operands)
+
+
 def _of_tokens(of_rows: PyTree, shape: tuple[int, int]) -> PyTree:
     """Arrays [B], or [B, T] already, as [B, T]."""
     return jax.tree.map(lambda x: jnp.broadcast_to(x.reshape(*x.shape, *(1,) * (2 - x.ndim)), shape), of_rows)
@@ -203,7 +210,7 @@ def distribution(logits: Float32[Array, "B T V"], settings: TracedSettings) -> F
     def warm(logits):
         return jnp.where(is_warm[:, :, None], jax.nn.softmax(drawn_from(logits, settings), axis=-1), greedy)
 
-    return jax.lax.cond(jnp.any(is_warm), warm, lambda _: greedy, logits)
+    return _if_sampled(settings, warm, lambda _: greedy, logits)
 
 
 def verify(
@@ -254,7 +261,7 @@ def draw(
         noise = jax.vmap(jax.vmap(lambda key: jax.random.gumbel(key, p.shape[2:])))(_keys_at(keys, places, purpose))
         return jnp.log(p) + noise
 
-    return best(jax.lax.cond(jnp.any(settings.temperature > 0), noisy, lambda: jnp.where(p > 0, p, -jnp.inf)))
+    return best(_if_sampled(settings, noisy, lambda: jnp.where(p > 0, p, -jnp.inf)))
 
 
 def _keys_at(keys: Key[Array, "B"], places: Int32[Array, "B T"], purpose: int) -> Key[Array, "B T"]:

@@ -117,17 +117,18 @@ def add(parts: list[Costs]) -> Costs:
     return Costs(tuple(o for part in parts for o in part.operations), tuple(totals.values()))
 
 
-def count(module: Module, chips_per_slice: int) -> Costs:
+def count(module: Module, chips_per_slice: int, unused: str = "") -> Costs:
     """Counts the optimized program of one chip.
 
-    Chips are numbered slice by slice; traffic between slices goes over the data-center network.
+    Chips are numbered slice by slice; traffic between slices goes over the data-center network. Conditionals directly
+    in a `jax.named_scope` called `unused` take their cheapest branch.
     """
-    return _Counter(module, chips_per_slice).of(module.entry)
+    return _Counter(module, chips_per_slice, unused).of(module.entry)
 
 
 class _Counter:
-    def __init__(self, module: Module, chips_per_slice: int):
-        self._module, self._chips_per_slice, self._known = module, chips_per_slice, {}
+    def __init__(self, module: Module, chips_per_slice: int, unused: str):
+        self._module, self._chips_per_slice, self._unused, self._known = module, chips_per_slice, unused, {}
 
     def of(self, name: str) -> Costs:
         if name not in self._known:
@@ -142,7 +143,8 @@ class _Counter:
             trips = trip_count(self._module, i)
             return self.of(i.attribute("body")).times(1 if trips is None else trips)
         if i.opcode == "conditional":
-            return max((self.of(branch) for branch in i.branches), key=lambda cost: (cost.flops, cost.bytes))
+            choose = min if self._unused and f"/{self._unused}/cond" in i.attributes else max
+            return choose((self.of(branch) for branch in i.branches), key=lambda cost: (cost.flops, cost.bytes))
         if i.opcode == "recv" and "megascale" in i.attributes:  # the receiving end of a collective between slices
             return Costs(collectives=(Collective("receive", "dcn", 1, True, i.shapes[0].bytes),))
         if i.opcode == "call" or (i.opcode == "custom-call" and i.called):  # the latter runs on the SparseCores
@@ -157,7 +159,8 @@ class _Counter:
         if kernel := _kernel(i, size):
             return Costs((kernel._replace(flops=_flops(i)),))
         if i.opcode in ("dynamic-slice", "slice", "gather", "slice-start"):
-            size = 2 * sum(s.bytes for s in i.shapes[:1])
+            ends = (*i.operand_shapes[:1], *i.shapes[:1])  # where it reads and writes as much as its result has
+            size = sum(i.shapes[0].bytes for end in ends if end.in_hbm)
         elif i.opcode == "dynamic-update-slice":
             size = 2 * sum(s.bytes for s in i.operands[1].shapes)
         elif i.opcode == "copy-start":

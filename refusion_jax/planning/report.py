@@ -11,6 +11,7 @@ from rich.table import Column, Table
 
 from refusion_jax.cli.errors import UserError, first_line
 from refusion_jax.config.model import model_config
+from refusion_jax.decoding.sampling import SAMPLED
 from refusion_jax.decoding.settings import Settings
 from refusion_jax.distributed import sharding
 from refusion_jax.distributed.chips import find_chip
@@ -91,12 +92,15 @@ def plan_decode(
     """Compiles decoding; raises as `plan_train`.
 
     Costs are those of one pass of the prefill (at most 256 tokens of the rows that are admitted at once) plus one of
-    decoding, as the number of either depends on the data, and those of the latter; both for a full cache.
+    decoding, as the number of either depends on the data, and those of the latter; both for a full cache. Without a
+    temperature they leave out what only sampling does.
     """
     compiled = compile_program(programs.lower_decode, (config.to_json(), topology, slices, settings), memory_only)
     mesh, chip = sharding.make_mesh(config.mesh, tpu_devices(topology, slices)), find_chip(topology)
-    costs = count(compiled.module, mesh.size // slices)
-    forward = count(dataclasses.replace(compiled.module, entry=decoding_loop(compiled.module)), mesh.size // slices)
+    unused = "" if settings.temperature else SAMPLED
+    costs = count(compiled.module, mesh.size // slices, unused)
+    loop = dataclasses.replace(compiled.module, entry=decoding_loop(compiled.module))
+    forward = count(loop, mesh.size // slices, unused)
     return {
         **_program("decode", topology, slices, mesh.size, compiled, costs),
         "mesh": dict(mesh.shape),
