@@ -16,7 +16,7 @@ from etils import epath
 from flax import nnx
 
 from refusion_jax import UserError
-from refusion_jax.checkpoints import checksums
+from refusion_jax.checkpoints import checksums, manager
 from refusion_jax.checkpoints.manager import Checkpoints
 from refusion_jax.checkpoints.run_directory import find_step, is_complete, saved_steps
 from refusion_jax.checkpoints.weights import open_params, restore_params, save_params, stored_dtype
@@ -237,7 +237,7 @@ def test_in_a_store_nothing_is_read_for_checksums_and_damage_is_noticed_there_an
     store.objects[name] = next(store.generations), (tmp_path / name).read_bytes()
     assert f"{name}: the checksum does not match (its content has changed)" in checksums.find_damage(there)
     del store.objects[name]
-    assert f"{name}: the checksum does not match (the file cannot be read)" in checksums.find_damage(there)
+    assert f"{name}: the checksum does not match (the file is gone)" in checksums.find_damage(there)
     assert store.read[name] == 0
 
 
@@ -294,3 +294,47 @@ def test_a_directory_that_cannot_be_listed_is_not_an_empty_one(tmp_path, monkeyp
         patched.setattr(type(epath.Path(tmp_path)), "iterdir", fail)
         with pytest.raises(raised, match="checkpoints cannot be read: "):
             checkpoints.restore(target(make_state(0)))
+
+
+def failing(monkeypatch, method: str, name: str, times: float) -> list:
+    """Makes a method of paths fail so often where `name` is part of the path; returns the paths that failed."""
+    kind, failed = type(epath.Path("/")), []
+    whole = getattr(kind, method)
+
+    def fail(path, *given, **named):
+        if name in str(path) and len(failed) < times:
+            failed.append(path)
+            raise OSError(errno.EIO, "Input/output error", str(path))
+        return whole(path, *given, **named)
+
+    monkeypatch.setattr(kind, method, fail)
+    return failed
+
+
+@pytest.mark.parametrize(
+    ("method", "name"),
+    [("open", "/2/optimizer/"), ("read_bytes", "/2/checksums.0."), ("iterdir", "/2/params"), ("read_text", "/2/data/")],
+)
+def test_what_cannot_be_read_for_a_moment_is_read_again_and_never_taken_for_damage(
+    tmp_path, monkeypatch, caplog, method, name
+):
+    """An older checkpoint would be trained from, and the newest one be overwritten."""
+    save(tmp_path, 1, 2)
+    monkeypatch.setattr(manager, "PAUSE_SECONDS", 0.0)
+    with monkeypatch.context() as patched:
+        failed = failing(patched, method, name, times=1)
+        assert_equal(restored(tmp_path), make_state(2))
+        assert failed
+    failing(monkeypatch, method, name, times=np.inf)
+    with pytest.raises(Failure, match=f"(?=.*{name}).*Input/output error.*; an older checkpoint would lose steps"):
+        restored(tmp_path, start_over=True)
+    assert not caplog.text
+
+
+def test_a_model_is_not_loaded_from_an_older_step_where_the_newest_cannot_be_read(tmp_path, monkeypatch):
+    save(tmp_path, 1, 2)
+    for method, name in (("iterdir", "/2/params"), ("open", "/2/params/")):
+        with monkeypatch.context() as patched:
+            failing(patched, method, name, times=np.inf)
+            with pytest.raises(Failure, match=f"checkpoints{name}.* cannot be read: Input/output error$"):
+                stored_dtype(epath.Path(tmp_path))

@@ -16,8 +16,8 @@ import jax
 from etils import epath
 
 from refusion_jax.cli.errors import UserError
-from refusion_jax.distributed.json_files import read_json
-from refusion_jax.distributed.storage import kept_checksum, write_file
+from refusion_jax.distributed.json_files import parse_json
+from refusion_jax.distributed.storage import ABSENT, kept_checksum, reading, write_file
 
 Found = tuple[int, int | str]  # bytes, and CRC-32 as a number or CRC-32C in base64
 
@@ -53,15 +53,22 @@ def write_unlisted(directory: epath.Path, part: str = "", but: str = "") -> None
 
 
 def listed(directory: epath.Path) -> dict[str, Found]:
-    """Sizes and checksums of the files that processes have listed so far, by name."""
-    # Not by `glob`, which would take the directory's own name as a pattern, too.
-    names = (path.name for path in directory.iterdir()) if directory.is_dir() else ()
-    lists = [name for name in sorted(names) if name.startswith(f"{PREFIX}.") and name.endswith(".json")]
-    return {name: found for own in lists for name, found in read_json(directory / own, dict[str, Found]).items()}
+    """Sizes and checksums of the files that processes have listed so far, by name; Failure if it cannot be read now."""
+    with reading(directory):
+        # Not by `glob`, which would take the directory's own name as a pattern, too.
+        names = sorted(path.name for path in directory.iterdir()) if directory.is_dir() else ()
+    every = {}
+    for path in (directory / name for name in names if name.startswith(f"{PREFIX}.") and name.endswith(".json")):
+        with reading(path):
+            every |= parse_json(path.read_bytes(), dict[str, Found], f"{path} cannot be read")
+    return every
 
 
 def find_damage(directory: epath.Path, part: str = "") -> str | None:
-    """One line about the first damaged file in this process's share of those whose names begin with `part`, or None."""
+    """One line about the first damaged file in this process's share of those whose names begin with `part`, or None.
+
+    Failure if a file cannot be read now, and so may be whole.
+    """
     try:
         wanted = listed(directory)
     except UserError as error:
@@ -77,14 +84,15 @@ def find_damage(directory: epath.Path, part: str = "") -> str | None:
 
 def _explain(found: Found | None, wanted: Found) -> str:
     if found is None:
-        return "the file cannot be read"
+        return "the file is gone"
     return "its content has changed" if found[0] == wanted[0] else f"{found[0]} bytes of {wanted[0]}"
 
 
 def _try_checksum(path: epath.Path, like: int | str) -> Found | None:
     try:
-        return _checksum(path, like)
-    except (OSError, UserError):
+        with reading(path):
+            return _checksum(path, like)
+    except ABSENT:
         return None
 
 

@@ -4,13 +4,16 @@
 the checksums of all their files, written before the directory gets its name. Saving is asynchronous. A failed save is
 reported in one line, and the run goes on to the next one.
 
-Restoring takes the newest whole step. Damaged, torn and foreign checkpoints are passed over with a warning.
+Restoring takes the newest whole step. Damaged, torn and foreign checkpoints are passed over with a warning. One that
+cannot be read, because of its disk or store, may be whole: it is tried again, and then ends the run.
 """
 
 import contextlib
+import functools
+import re
 import time
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
 
 import jax
 import orbax.checkpoint as ocp
@@ -22,11 +25,16 @@ from refusion_jax.checkpoints.writer import Items, make_checkpointer, restoring,
 from refusion_jax.cli.errors import Failure, UserError, first_line
 from refusion_jax.cli.paths import is_remote
 from refusion_jax.distributed.processes import first_fault
-from refusion_jax.distributed.storage import absolute
+from refusion_jax.distributed.storage import ABSENT, absolute
 
 _PROBE_BYTES = 4096  # one block of a disk
 _MOST_FAILURES = 3  # saves in a row that may fail, such as on a full disk; then the run stops
-PAUSE_SECONDS = 1.0  # before the last save of a run is retried; doubles with every attempt
+PAUSE_SECONDS = 1.0  # before the last save of a run, or reading, is retried; doubles with every attempt
+# How tensorstore's errors begin that do not say that the content is at fault.
+_UNREADABLE = re.compile(
+    "(ABORTED|DEADLINE_EXCEEDED|PERMISSION_DENIED|RESOURCE_EXHAUSTED|UNAUTHENTICATED|UNAVAILABLE|UNKNOWN): "
+)
+_T = TypeVar("_T")
 
 
 TrainState = Any  # of training.train_step, which defines its items
@@ -152,22 +160,18 @@ class Checkpoints(contextlib.AbstractContextManager):
 
         The target has shapes, dtypes and shardings to restore into, for any number of devices. UserError if there are
         checkpoints but none can be read (starting over silently would lose the run), unless `start_over` is True.
+        Failure if the newest one that may be whole cannot be read now (an older one would lose steps).
         """
         steps = run_directory.finished_steps(self._directory)
         for step in reversed(steps):
-            why, directory = None, self._directory / str(step)
-            try:
-                run_directory.check_whole(directory)
-            except Exception as error:  # noqa: BLE001  torn checkpoints fail in many ways; an older one may be whole
-                why = first_line(error)
-            if not (why := first_fault(why)):  # each host checks its share of the files, and all read together
-                try:
-                    restored = self._read(directory, step, target)
-                except Exception as error:  # noqa: BLE001  the same
-                    why = first_line(error)
-                if not (why := first_fault(why)):
-                    self._restored = step
-                    return restored
+            directory = self._directory / str(step)
+            # Each host checks its share of the files, and all read together.
+            _, why = _attempt(functools.partial(run_directory.check_whole, directory))
+            if not why:
+                restored, why = _attempt(functools.partial(self._read, directory, step, target))
+            if not why:
+                self._restored = step
+                return restored
             self.passed_over[step] = why
             if jax.process_index() == 0:
                 logging.warning("checkpoint %d cannot be read (%s); trying the one before", step, why)
@@ -193,6 +197,26 @@ class Checkpoints(contextlib.AbstractContextManager):
             raise ValueError(f"{directory}/data does not hold the position in the data")
         counters = found.data.pop("guard", {})  # older runs have none
         return target.restored(found.params, found.optimizer, counters), found.data
+
+
+def _attempt(read: Callable[[], _T]) -> tuple[_T | None, str | None]:
+    """(what is read, why a process finds it damaged or foreign), on all processes together; see `restore`."""
+    for attempt in range(_MOST_FAILURES):
+        if attempt:
+            time.sleep(PAUSE_SECONDS * 2 ** (attempt - 1))
+        found = why = unreadable = None
+        try:
+            found = read()
+        except Exception as error:  # noqa: BLE001  torn checkpoints fail in many ways
+            why = first_line(error)
+            if isinstance(error, Failure | OSError) and not isinstance(error, ABSENT) or _UNREADABLE.match(why):
+                unreadable = why
+        if not (unreadable := first_fault(unreadable)):
+            return found, first_fault(why)
+    raise Failure(
+        f"{unreadable}; an older checkpoint would lose steps: start the same command again, or remove this one if it "
+        f"stays so"
+    )
 
 
 def _find_obstacle(directory: epath.Path) -> str | None:

@@ -23,7 +23,7 @@ from refusion_jax.checkpoints import checksums
 from refusion_jax.cli.errors import Failure, UserError, first_line
 from refusion_jax.cli.paths import is_remote
 from refusion_jax.distributed.json_files import read_json
-from refusion_jax.distributed.storage import absolute, write_file
+from refusion_jax.distributed.storage import ABSENT, absolute, reading, write_file
 from refusion_jax.model.lora import Lora
 from refusion_jax.model.shape import ModelConfig, to_model_config
 from refusion_jax.systems.registry import default_system
@@ -83,7 +83,10 @@ def read_objective(workdir: epath.Path) -> str | None:
 
 
 def saved_steps(workdir: epath.Path, items: tuple[str, ...] = ITEMS) -> list[int]:
-    """Steps of a run's finished checkpoints that have these items, ascending. Their content is not read."""
+    """Steps of a run's finished checkpoints that have these items, ascending. Their content is not read.
+
+    Failure if they cannot be listed now.
+    """
     directory = workdir / "checkpoints"
     return [step for step in finished_steps(directory) if not _missing(directory / str(step), items)]
 
@@ -132,7 +135,10 @@ def is_complete(workdir: epath.Path, steps: int) -> bool:
 
 
 def check_whole(directory: epath.Path, items: tuple[str, ...] = ITEMS) -> None:
-    """ValueError, naming the file, if one of these items is missing or has changed; hosts share the reading."""
+    """ValueError, naming the file, if one of these items is missing or has changed; hosts share the reading.
+
+    Failure if a file cannot be read now.
+    """
     parts = [""] if items == ITEMS else [f"{item}/" for item in items]
     for damage in (checksums.find_damage(directory, part) for part in parts):
         if damage:
@@ -169,11 +175,16 @@ def _is_finished(directory: epath.Path) -> bool:
     except (FileNotFoundError, NotADirectoryError):
         return False
     except Exception:  # noqa: BLE001  stores raise errors of many kinds
-        return True  # unreadable now: reading it will fail later, and it will be skipped
+        return True  # unreadable now, which is told when it is read
 
 
 def _missing(directory: epath.Path, items: tuple[str, ...]) -> list[str]:
+    return [item for item in items if not _holds_files(directory / item)]
+
+
+def _holds_files(directory: epath.Path) -> bool:
     try:
-        return [item for item in items if not any((directory / item).iterdir())]
-    except OSError:
-        return list(items)
+        with reading(directory):
+            return any(directory.iterdir())
+    except ABSENT:
+        return False

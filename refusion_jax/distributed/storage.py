@@ -20,9 +20,10 @@ from typing import IO, Any
 from absl import logging
 from etils import epath
 
-from refusion_jax.cli.errors import UserError, first_line
+from refusion_jax.cli.errors import Failure, UserError, first_line
 from refusion_jax.cli.paths import is_remote
 
+ABSENT = (FileNotFoundError, NotADirectoryError, IsADirectoryError)
 SYNC_SECONDS = 60.0  # at most this much of a log is lost if the machine vanishes
 
 for _client in ("gcsfs", "s3fs", "adlfs", "fsspec"):  # they log whole traces of what they then raise
@@ -43,6 +44,20 @@ def opened(path: epath.PathLike) -> Iterator[Any]:
     except OSError as error:
         why = os.strerror(errno.ENOENT) if isinstance(error, FileNotFoundError) else error.strerror or error
         raise UserError(f"{path} cannot be read: {why}") from error
+
+
+@contextlib.contextmanager
+def reading(path: epath.PathLike) -> Iterator[None]:
+    """A context in which a file or directory is read; Failure names it if that is not possible now.
+
+    Other errors than these: that it is absent, or that its content is at fault.
+    """
+    try:
+        yield
+    except (*ABSENT, UserError):
+        raise
+    except Exception as error:  # stores raise errors of many kinds
+        raise Failure(f"{path} cannot be read: {getattr(error, 'strerror', '') or first_line(error)}") from error
 
 
 def read_file(path: epath.PathLike) -> bytes:
