@@ -178,6 +178,11 @@ def test_a_batch_that_cannot_fit_is_refused_before_it_is_compiled(monkeypatch):
     monkeypatch.setattr(memory, "free_bytes", lambda mesh: 1000)
     with pytest.raises(UserError, match="lower cache_length"):
         next(stream(model, requests))
+    monkeypatch.undo()
+    with pytest.raises(
+        UserError, match="1 rows .* and 1,000,000,000,000 of kept prefixes.*: lower the prefix cache, ca"
+    ):
+        memory.check_memory(model, model.mesh, 1, decoder_for(requests, model.config), kept=10**12)
 
 
 @pytest.mark.parametrize(

@@ -70,13 +70,14 @@ def check_memory(model: LanguageModel, mesh: Mesh, rows: int, decoder: Decoder, 
     if needed <= free:
         return
     fitting = [n for n in (2**i for i in range(20)) if bytes_needed(model, mesh, n, decoder, kept) <= free]
-    fix = f"batch_size={fitting[-1]} would fit" if fitting else "lower cache_length or max_new_tokens"
+    prefixes, too = (f" and {kept:,} of kept prefixes", "the prefix cache, ") if kept else ("", "")
+    fix = f"batch_size={fitting[-1]} would fit" if fitting else f"lower {too}cache_length or max_new_tokens"
     raise SettingError(
         "decode",
         "batch_size",
         rows,
-        f"{rows} rows of {decoder.cache_length:,} tokens, of {token_bytes(model):,} bytes of cache each, need "
-        f"{needed / _GIB:.1f} GiB per device besides the weights; {free / _GIB:.1f} GiB are free: {fix}",
+        f"{rows} rows of {decoder.cache_length:,} tokens{prefixes}, of {token_bytes(model):,} bytes of cache each, "
+        f"need {needed / _GIB:.1f} GiB per device besides the weights; {free / _GIB:.1f} GiB are free: {fix}",
     )
 
 
