@@ -364,6 +364,18 @@ def test_newcomers_are_prefilled_with_those_that_know_as_much_and_alike_ones_aft
     assert batch.known[rows].tolist() == [64, 0, 64, 64, 64, 64]
 
 
+def test_a_prompt_is_prefilled_in_parts_whatever_comes_after_it(monkeypatch):
+    """A gap of 16 tokens before a suffix, in three blocks of slots: an answer without one would have 24."""
+    monkeypatch.setattr(queue, "PREFILL_CHUNK", 32)
+    model, own = sharp_model(), settings("refusion", cache_length=128)
+    gap = Request(HEADER, (16, [7, 8]), dataclasses.replace(own, max_new_tokens=24, serial_blocks=3))
+    requests = prepare([gap, [BOS]], own, model.config)
+    batch = queue.RunningBatch(model, decoder_for(requests, model.config), gap, rows=1, blocks=8)
+    assert batch.prefill(batch.next_part(requests[0])) == 0
+    assert batch.next_part(requests[0]) is None
+    assert batch.known[batch.admit(requests[:1])] == 32
+
+
 # The others compile for minutes together.
 @pytest.mark.parametrize("name", all_but(["ar"], registry.decoders(), pytest.mark.slow))
 def test_answers_are_those_of_each_prompt_alone(name):

@@ -240,7 +240,7 @@ class RunningBatch:
         end = store.known(blocks) + max(PREFILL_CHUNK // store.size, 1)
         tokens = end * store.size + 1  # the last given token is in no block
         fits = end < len(blocks) <= store.count and tokens <= len(request.prompt)
-        return dataclasses.replace(request, prompt=request.prompt[:tokens], template=()) if fits else None
+        return dataclasses.replace(request, prompt=request.prompt[:tokens], template=(1,)) if fits else None
 
     def prefill(self, part: Request) -> int:
         """Prefills a part into the prefix cache alone; returns how many of its tokens were known before."""
