@@ -35,8 +35,9 @@ from etils import epath
 from refusion_jax.distributed.append_log import AppendLog, read_log
 
 FILE = "events.jsonl"
-PARTS = ("step", "init", "compile", "data", "checkpoint", "lost", "other", "down")
-_PART_OF = {"init": "init", "restore": "checkpoint", "compile": "compile", "save": "checkpoint", "end": "checkpoint"}
+PARTS = ("step", "init", "compile", "data", "evaluate", "checkpoint", "lost", "other", "down")
+_PART_OF = {name: name for name in ("init", "compile", "evaluate")}
+_PART_OF |= dict.fromkeys(("restore", "save", "end"), "checkpoint")
 _NUMBERS = {"steps": ("first", "last", "seconds", "data_seconds"), "start": ("step",)}
 _NUMBERS |= dict.fromkeys(_PART_OF, ("seconds",))
 _MOST = 1e30  # larger than anything that is logged; larger integers may not fit into a float

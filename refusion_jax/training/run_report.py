@@ -197,7 +197,7 @@ def _summary(run: ShownRun) -> list[str]:
 def _goodput(run: ShownRun) -> tuple[str, str, list[tuple[str, float, str]]]:
     """(name, goodput as a line of text, (part, share, colour) of each part of the time)."""
     spent = events.account(run.events)
-    colors = dict(zip(events.PARTS, (f"c{i}" for i in (0, 5, 2, 6, 1, 4, 7, 3)), strict=True))
+    colors = dict(zip(events.PARTS, "c0 c5 c2 c6 c7 c1 c4 pale c3".split(), strict=True))
     whole = max(spent["total"], 1e-9)
     parts = [(part, spent[part] / whole, colors[part]) for part in events.PARTS if spent[part] > 0]
     return run.name, events.describe(spent).partition(":")[0], parts
