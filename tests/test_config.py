@@ -189,7 +189,7 @@ def test_a_run_goes_on_whose_config_has_a_key_that_is_gone_if_it_changes_nothing
     """Every run's config holds the keys of all systems; of those that still are, none may differ."""
     was = config.default_config()
     with was.unlocked():
-        was.llada.eps, was.card.gone = 1e-3, True
+        was.llada.eps, was.card.gone, was.versions = 1e-3, True, {"jax": "0.0.1"}
     (tmp_path / "config.json").write_text(was.to_json())
     assert check_same_run(epath.Path(tmp_path), config.default_config()) == []
     with pytest.raises(UserError, match=r"differs in card.beta, seed\): .* or another --workdir$"):

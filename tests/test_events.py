@@ -162,6 +162,7 @@ def test_a_real_run_is_accounted_for_to_the_second(trained_run):
     (versions,) = (event["versions"] for event in found if event["event"] == "start")
     assert versions.keys() == {"jax", "jaxlib", "libtpu"}
     assert versions["jax"] == jax.__version__
+    assert json.loads((trained_run / "config.json").read_text())["versions"] == versions
 
 
 def test_junk_between_events_costs_no_other(tmp_path):

@@ -1,6 +1,6 @@
 """The directory of a run: its files, the steps that its checkpoints hold, whether each is whole, and how to remove one.
 
-DIR/config.json         the config the run was last started with
+DIR/config.json         the config the run was last started with, and the versions of JAX and its compilers
 DIR/model.json          the shape of the model, and what its token ids mean; if converted, which system trained it
 DIR/tokenizer.model     the sentencepiece model, or the files of a Hugging Face tokenizer (tokenizer.json ...)
 DIR/checkpoints/STEP/   see manager.py

@@ -15,6 +15,7 @@ from refusion_jax.config import default_config, flatten, lacking
 from refusion_jax.config.keys import keys
 from refusion_jax.data.interface import Tokenizer
 from refusion_jax.data.manifest import is_prepared
+from refusion_jax.distributed import xla_options
 from refusion_jax.distributed.json_files import read_json
 from refusion_jax.distributed.storage import write_file
 from refusion_jax.model.shape import ModelConfig
@@ -70,12 +71,13 @@ def check_same_run(
 
 
 def claim(workdir: epath.Path, config: ml_collections.ConfigDict, model: ModelConfig, tokenizer: Tokenizer) -> None:
-    """Writes tokenizer, model and then config of a run into its directory."""
+    """Writes tokenizer, model and then config, with the versions of this start, of a run into its directory."""
     if jax.process_index() == 0:
         for name, content in tokenizer.files.items():
             write_file(workdir / name, content)
         write_model_config(workdir, model)
-        write_file(workdir / "config.json", _as_written(config) + "\n")
+        content = json.loads(_as_written(config)) | {"versions": xla_options.versions()}
+        write_file(workdir / "config.json", json.dumps(content, indent=2) + "\n")
 
 
 def _as_written(config: ml_collections.ConfigDict) -> str:
@@ -96,6 +98,7 @@ def read_config(workdir: epath.Path) -> ml_collections.ConfigDict:
     """The config of a run, with defaults for keys that are newer than the run."""
     path, config = workdir / "config.json", default_config()
     content = read_json(path)
+    content.pop("versions", None)
     with refusing(f"{path} cannot be read"), config.unlocked():
         config.update(content)
     read = flatten(config.to_dict())
