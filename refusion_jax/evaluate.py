@@ -105,7 +105,7 @@ def main() -> None:
     checkpoint = locate(epath.Path(_CHECKPOINT.value)).path
     with together():
         check_same("the newest step of --checkpoint (name one: DIR/checkpoints/STEP)", checkpoint.name)
-        # JAX, which is in use now, handles it for training to save, and libtpu to print a stack.
+        # JAX, which is in use now, handles it in several processes, for training to save.
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         if jax.process_count() > 1:
             check_same(f"the model in --checkpoint={checkpoint}", copy_stamp(checkpoint))

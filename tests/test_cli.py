@@ -6,6 +6,7 @@ import importlib
 import os
 import re
 import shlex
+import signal
 import subprocess
 import sys
 import tracemalloc
@@ -220,6 +221,21 @@ def test_a_platform_that_is_not_here_and_a_variable_that_jax_refuses_are_told_in
     for ended, said in zip(told, ("cuda", "'JAX_DEBUG_NANS'"), strict=True):
         assert ended.returncode == 2
         assert re.fullmatch(f"error: the environment: .*{said}.*\n", ended.stderr)
+
+
+def test_sigterm_ends_any_command_at_once_also_in_native_code_and_where_libtpu_would_print_a_stack():
+    program = """
+import hashlib, os, threading, jax
+from refusion_jax.cli import command
+def main():
+    jax.devices()
+    threading.Timer(0.5, os.kill, (os.getpid(), 15)).start()
+    hashlib.pbkdf2_hmac("sha256", b"x", b"x", 10**9)  # many minutes
+command.guard(main)
+"""
+    ended = python("-c", program, JAX_PLATFORMS="", ALLOW_MULTIPLE_LIBTPU_LOAD="1")  # all platforms that are installed
+    assert ended.returncode == -signal.SIGTERM
+    assert "SIGTERM" not in ended.stderr
 
 
 def test_a_flagfile_that_cannot_be_read_is_one_line_that_names_it(tmp_path):

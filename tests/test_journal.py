@@ -4,17 +4,13 @@ import dataclasses
 import json
 import os
 import shutil
-import signal
-import subprocess
-import sys
 import types
 
 import pytest
-from conftest import ROOT, settings, tiny_model
+from conftest import settings, tiny_model
 from etils import epath
-from helpers import SHIPPED, wait_until
+from helpers import SHIPPED
 from lm_eval.api.instance import Instance
-from local_task import GENERATE
 
 from refusion_jax import UserError
 from refusion_jax.checkpoints.contents import describe_call, read_model_config, weights_stamp
@@ -148,16 +144,3 @@ def test_answers_of_another_tokenizer_are_kept_apart():
         lm = EvaluatedModel(tiny_model(), tokenizer, name="tiny", method="refusion", flags={})
         keys.add(lm.samples([request])[0].key)
     assert len(keys) == 2
-
-
-@pytest.mark.thorough
-def test_sigterm_ends_an_evaluation_at_once_also_where_libtpu_would_print_a_stack(trained_run, tasks, tmp_path):
-    flags = [f"--checkpoint={trained_run}", f"--include_path={tasks(GENERATE)}", "--tasks=sums", f"--output={tmp_path}"]
-    line = [sys.executable, "-m", "refusion_jax.evaluate", *flags, "--decode.batch_size=1"]
-    env = os.environ | {"JAX_PLATFORMS": ""}  # all that are installed
-    process = subprocess.Popen(line, cwd=ROOT, env=env, stderr=subprocess.PIPE, text=True)
-    wait_until((tmp_path / "journal" / "answers.0.jsonl").exists, process)
-    process.terminate()
-    err = process.communicate()[1]
-    assert process.returncode == -signal.SIGTERM
-    assert "SIGTERM" not in err

@@ -198,7 +198,7 @@ def test_sigterm_saves_once_and_a_second_start_goes_on_to_the_bit(tmp_path, trai
 def test_sigterm_before_the_first_step_ends_at_once_and_leaves_nothing(tmp_path):
     process = start("train", *FLAGS, f"--workdir={tmp_path / 'run'}", "--config.data.examples=400000")
     status = Path(f"/proc/{process.pid}/status")
-    caught = 1 << (signal.SIGTERM - 1)  # once it has imported; then a minute of data begins
+    caught = 1 << (signal.SIGQUIT - 1)  # once it has imported; then a minute of data begins
     wait_until(lambda: int(re.search(r"SigCgt:\s*(\w+)", status.read_text())[1], 16) & caught, process)
     process.send_signal(signal.SIGTERM)
     _, err = process.communicate(timeout=300)

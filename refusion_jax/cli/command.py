@@ -3,6 +3,7 @@
 import contextlib
 import difflib
 import errno
+import faulthandler
 import gc
 import importlib
 import io
@@ -161,6 +162,9 @@ def guard(main: Callable[[], None]) -> None:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):  # otherwise file names that are not UTF-8 could not be printed
             stream.reconfigure(encoding="utf-8", errors="backslashreplace")
+    # A handler that ends the process at once, as the default does: in place of the default libtpu sets one of its own,
+    # which prints a stack.
+    faulthandler.register(signal.SIGTERM, os.open(os.devnull, os.O_WRONLY), all_threads=False, chain=True)
     try:
         main()
         sys.stdout.flush()
