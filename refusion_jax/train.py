@@ -220,7 +220,11 @@ def main() -> None:
     host.keep_freed_memory()
     with processes.together(_PEERS.value, _LOST.value):
         if _PROFILE.value:
-            jax.profiler.start_server(_PROFILE.value)
+            try:
+                processes.check_port(f"--profiler_port={_PROFILE.value}", _PROFILE.value)
+                jax.profiler.start_server(_PROFILE.value)
+            except UserError as error:  # several processes of a machine may have been given the same
+                command.say(f"{error}; this process trains without")
         is_done = train(_CONFIG.value, epath.Path(_WORKDIR.value), _START_OVER.value, _ALLOW.value, _COMPILE.value)
     if not is_done:
         sys.exit(EXIT_CODE)

@@ -4,6 +4,7 @@ import json
 import re
 import shutil
 import signal
+import socket
 
 import jax
 import pytest
@@ -44,6 +45,13 @@ def test_a_run_leaves_what_it_promises(trained_run):
     assert list((trained_run / "tensorboard").glob("events*"))
     assert (trained_run / "tokenizer.model").exists()
     assert losses(trained_run, 50, 60) < losses(trained_run, 0, 10)
+
+
+def test_a_profiler_port_that_is_in_use_is_told(tmp_path):
+    with socket.create_server(("", 0)) as other:
+        port = f"--profiler_port={other.getsockname()[1]}"
+        out, _ = run("train", *TINY_RUN, "--config.steps=0", f"--workdir={tmp_path}", port, code=2)
+    assert out == f"{port}: the port cannot be opened: Address already in use; this process trains without\n"
 
 
 def test_saves_are_in_no_rate(trained_run):

@@ -80,7 +80,8 @@ def initialize(peer_seconds: float = 300.0, lost_seconds: int = 60) -> None:
     if not given and _is_alone():
         return
     if given and given[2] == 0:
-        _check_port(given[0])
+        # jaxlib 0.10.2 would crash with a segmentation fault.
+        check_port(f"JAX_COORDINATOR_ADDRESS={given[0]}", int(given[0].rpartition(":")[2]))
     came = threading.Event()
     threading.Thread(target=_give_up, args=(came, peer_seconds), daemon=True).start()
     try:
@@ -99,14 +100,14 @@ def initialize(peer_seconds: float = 300.0, lost_seconds: int = 60) -> None:
         came.set()
 
 
-def _check_port(address: str) -> None:
-    """Refuses a port that this process, the first, cannot open: jaxlib 0.10.2 would crash with a segmentation fault."""
+def check_port(name: str, port: int) -> None:
+    """Refuses a port that this process cannot open; `name` is what asks for it."""
     try:
         both = socket.has_dualstack_ipv6()
         family = socket.AF_INET6 if both else socket.AF_INET
-        socket.create_server(("", int(address.rpartition(":")[2])), family=family, dualstack_ipv6=both).close()
+        socket.create_server(("", port), family=family, dualstack_ipv6=both).close()
     except OSError as error:
-        raise UserError(f"JAX_COORDINATOR_ADDRESS={address}: the port cannot be opened: {error.strerror}") from error
+        raise UserError(f"{name}: the port cannot be opened: {os.strerror(error.errno)}") from error
 
 
 def _give_up(came: threading.Event, seconds: float) -> None:
