@@ -137,18 +137,20 @@ on_all() { # runs launch/worker.sh COMMAND on all workers
   everywhere "${quoted% }"
 }
 
-get_state() { # sets state; NONE if there is no such TPU
+get_state() { # sets state, NONE if there is no such TPU, and, where gcloud knows them, kind and topology
+  local tries error node='tpu.nodeSpec[0].node'
+  local about="--format=value[separator=\",\"](state.state,$node.acceleratorType.basename(),$node.acceleratorConfig.topology)"
   if [ -n "$dry_run" ]; then
-    gcloud_ describe "$name" '--format=value(state.state)'
+    gcloud_ describe "$name" "$about"
     state=${created:+ACTIVE}
     state=${state:-NONE}
     return
   fi
-  local tries error
   error=$(mktemp)
   for ((tries = 0; tries < 5; tries++)); do
-    if state=$(gcloud_ describe "$name" '--format=value(state.state)' 2>"$error"); then
+    if state=$(gcloud_ describe "$name" "$about" 2>"$error"); then
       rm -f "$error"
+      IFS=, read -r state kind topology <<<"$state"
       return
     elif grep -qi not_found "$error"; then
       state=NONE
@@ -163,12 +165,21 @@ get_state() { # sets state; NONE if there is no such TPU
 }
 
 create() { # until the TPU is there; what is left of a preempted one is deleted first
-  local nodes=("--node-id=$name") said=''
+  local nodes=("--node-id=$name") said='' there wanted
   if ((slices > 1)); then nodes=("--node-count=$slices" "--node-prefix=$name"); fi
   while :; do
     get_state
     case $state in
-      ACTIVE) return ;;
+      ACTIVE)
+        there=$kind wanted=$accelerator
+        if [ -z "$wanted" ]; then
+          there=$topology wanted="${asked[*]} " && wanted=${wanted##*--topology=} && wanted=${wanted%% *}
+        fi
+        if [ "${there:-$wanted}" != "$wanted" ]; then
+          echo "$name exists, as $there and not as $wanted; to have that, delete it first"
+        fi
+        return
+        ;;
       NONE)
         gcloud_ create "$name" "${nodes[@]}" ${accelerator:+"--accelerator-type=$accelerator"} "--runtime-version=$version" \
           ${spot:+--spot} "${asked[@]}" || exit 1

@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # What launch/tpu_vm.sh runs on every worker of a TPU, detached, so that a lost connection ends nothing.
 #   install        into .venv, with TPU support, the versions of requirements.lock
-#   start FLAGS    `train FLAGS` in the background; one that still runs has ten minutes to save a checkpoint and end
+#   start FLAGS    `train FLAGS` in the background; one that still runs has ten minutes to save a checkpoint and end.
+#                  Its output goes to train.log, which is copied to WORKDIR/logs/HOST.log each minute and at the end
 #   wait           until it ends: its exit code, or 254 if it is gone without one (the machine was restarted)
 #   lost           75 if it should be started again, 254 if it was killed or is gone without an exit code, else 0
 #   stop           as a preemption does: one checkpoint, then the end
@@ -9,8 +10,24 @@
 set -uo pipefail
 cd "$(dirname "$0")/.." || exit 1
 
-is_running() {
-  [ -f train.pid ] && grep -q refusion_jax "/proc/$(cat train.pid)/cmdline" 2>/dev/null
+is_running() { # whether `train` is, or what is in the file $1
+  local file=${1:-train.pid}
+  [ -f "$file" ] && grep -Eq 'refusion_jax|worker.sh' "/proc/$(cat "$file")/cmdline" 2>/dev/null
+}
+
+copy_log() { # while the process $1 runs, and once after it, to the file $2
+  local ended='' i size copied=''
+  trap '' TERM # of a machine that is shut down
+  until [ -n "$ended" ]; do
+    for ((i = 0; i < ${LOG_SECONDS:-60}; i++)); do
+      if ! kill -0 "$1" 2>/dev/null; then ended=1 && break; fi
+      sleep 1
+    done
+    size=$(wc -c <train.log)
+    if [ "$size" != "$copied" ] && timeout -s KILL 60 .venv/bin/python -c 'import sys
+from refusion_jax.distributed.storage import read_file, write_file
+write_file(sys.argv[1], read_file("train.log"))' "$2" 2>&1 | tail -n 1; then copied=$size; fi
+  done
 }
 
 case ${1:-} in
@@ -40,12 +57,17 @@ case ${1:-} in
   job) # of `start`
     shift
     .venv/bin/python -m refusion_jax.train "$@" &
-    echo $! >train.pid
-    trap 'kill -TERM $! 2>/dev/null' TERM # of a machine that is shut down
+    train=$!
+    echo $train >train.pid
+    for flag in "$@"; do
+      case $flag in --workdir=*) copy_log $train "${flag#*=}/logs/$HOSTNAME.log" & ;; esac
+    done
+    echo $! >train.copy
+    trap 'kill -TERM $train 2>/dev/null' TERM # of a machine that is shut down
     while
-      wait $!
+      wait $train
       code=$?
-      kill -0 $! 2>/dev/null
+      kill -0 $train 2>/dev/null
     do :; done
     echo $code >train.exit
     ;;
@@ -64,7 +86,7 @@ case ${1:-} in
     ;;
   stop)
     if is_running; then kill -TERM "$(cat train.pid)"; fi
-    while is_running; do sleep 1; done
+    while is_running || is_running train.copy; do sleep 1; done
     ;;
   logs) exec tail -n 100 -F train.log ;;
   *)

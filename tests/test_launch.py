@@ -2,6 +2,7 @@
 
 import json
 import os
+import platform
 import re
 import shutil
 import signal
@@ -21,7 +22,9 @@ PLACE = "--zone=us-east5-a"
 ALL = ["--node=all", "--worker=all"]
 TRAIN = ["--config=configs/small.py", "--config.data.path=my/*.jsonl", "--workdir=gs://bucket/run"]
 ASKED = [PLACE, "--accelerator=v5p-64", "--spot"]
-SEEN = ["describe", "tpu", "--format=value(state.state)", PLACE]
+NODE = "tpu.nodeSpec[0].node"
+FIELDS = f"state.state,{NODE}.acceleratorType.basename(),{NODE}.acceleratorConfig.topology"
+SEEN = ["describe", "tpu", f'--format=value[separator=","]({FIELDS})', PLACE]
 CREATED = ["create", "tpu", "--node-id=tpu", "--accelerator-type=v5p-64", "--runtime-version=v2-alpha-tpuv5", "--spot"]
 DELETED = ["delete", "tpu", "--force", "--quiet", PLACE]
 ABSENT = (1, "ERROR: NOT_FOUND: no such thing")
@@ -156,6 +159,22 @@ def test_flex_start_by_a_topology_is_asked_of_gcloud_alpha(gcloud):
     assert "create tpu --node-id=tpu --runtime-version=v2-alpha-tpuv6e " + " ".join(asked) in lines[1]
 
 
+def test_a_tpu_that_exists_in_another_size_is_told(gcloud):
+    by_topology = ["--runtime=v2-alpha-tpuv5", "--type=v5p", "--topology=4x4x4"]
+    for asked, there, said in [
+        (ASKED[1:], "v5p-32,", "tpu exists, as v5p-32 and not as v5p-64;"),
+        (ASKED[1:], "v5p-64,4x4x2", ""),
+        (by_topology, ",4x4x2", "tpu exists, as 4x4x2 and not as 4x4x4;"),
+        (by_topology, "v5p-128,4x4x4", ""),
+        (by_topology, "v5p-128,", ""),  # gcloud does not say
+    ]:
+        shutil.rmtree(gcloud / "refusion_jax", ignore_errors=True)
+        answer(gcloud, describe=[(0, f"ACTIVE,{there}")])
+        out, _ = tpu_vm(gcloud, "create", "tpu", PLACE, *asked)
+        assert out.startswith(said), out
+        assert bool(out) == bool(said)
+
+
 @pytest.mark.parametrize("wait", [(255, "ssh: no route to host"), (0, None)])  # gcloud ends so where no node is left
 def test_a_preempted_tpu_is_created_again_and_the_run_resumed(gcloud, wait):
     there, gone = (0, "ACTIVE"), (0, "SUSPENDED")
@@ -281,6 +300,26 @@ def test_a_worker_that_is_started_again_lets_the_run_save_first(tmp_path):
         wait_until(lambda n=starts: log.read_text().count("training") == n)
     subprocess.run([*line, "stop"], check=True, timeout=60)
     assert log.read_text() == "training\nsaved\n" * 2
+
+
+def test_what_a_worker_prints_is_in_the_bucket_before_its_machine_is_gone(store, tmp_path, monkeypatch):
+    monkeypatch.setenv("LOG_SECONDS", "1")
+    shutil.copytree(ROOT / "launch", tmp_path / "launch")
+    python = tmp_path / ".venv" / "bin" / "python"
+    python.parent.mkdir(parents=True)
+    train = "trap 'echo saved; exit 75' TERM; echo training; while :; do sleep 0.1; done"
+    python.write_text(f'#!/bin/sh\n[ $1 = -m ] || PYTHONPATH={ROOT} exec {sys.executable} "$@"\n{train}\n')
+    python.chmod(0o755)
+    line, name = ["bash", str(tmp_path / "launch" / "worker.sh")], f"run/logs/{platform.node()}.log"
+    for end in ("stop", "shutdown"):  # as `delete` does, and as a machine that is shut down: to all of its processes
+        subprocess.run([*line, "start", "--workdir=gs://bucket/run"], check=True, timeout=60)
+        wait_until(lambda: store.objects.get(name, ["", b""])[1].endswith(b"training\n"))
+        if end == "stop":
+            subprocess.run([*line, end], check=True, timeout=60)
+            assert store.objects[name][1] == b"training\nsaved\n"
+        else:
+            os.killpg(os.getsid(int((tmp_path / "train.pid").read_text())), signal.SIGTERM)
+    wait_until(lambda: store.objects[name][1].endswith(b"saved\n"))
 
 
 def test_what_was_asked_for_is_remembered(gcloud):
