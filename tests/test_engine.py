@@ -332,6 +332,21 @@ def test_an_admission_that_fails_takes_only_the_requests_in_it(engine, monkeypat
     assert answers[1].tokens == decode(model, [[BOS, 10]], settings("ar", new=8, eos_id=29)).tokens[0]
 
 
+def test_a_forward_that_fails_takes_no_long_prompt_that_only_waits(monkeypatch):
+    """But the one of two whose first chunk was prefilled before it."""
+    told, reports, own = Told(), [], settings("ar", new=64, eos_id=29, cache_length=640)
+    engine = Engine(sharp_model(), own, rows=4)
+    engine.start()
+    first = request_of(engine, [BOS, 7], 64)
+    engine.submit([told.job("first", first, lambda answer: reports.append(1) or told.hold(answer), True)])
+    wait_until(lambda: reports)
+    jobs, look = [told.job(i, request_of(engine, [BOS, 5 + i] * 300, 4)) for i in range(2)], engine._batch.look
+    monkeypatch.setattr(engine._batch, "look", lambda: 1 / 0 if jobs[0].chunks else look())
+    engine.submit(jobs)
+    assert {*map(str, told.wait(3))} == {"1", "failed", "first"}
+    engine.close()
+
+
 def test_a_device_that_goes_on_failing_ends_the_engine_and_tells_everybody(engine, monkeypatch):
     engine, *_ = engine
     told = Told()

@@ -136,7 +136,7 @@ class Engine:
         self._waiting: list[Job] = []  # by turn
         self._turn = 0  # the latest that a job in the batch has had
         self._rows: dict[int, Job] = {}
-        self._taken: list[Job] = []  # being admitted, until the device has confirmed it
+        self._taken: list[Job] = []  # being admitted or prefilled, until the device has confirmed it
         self._unreported: list[tuple[Job, tuple, bool]] = []  # (job, its `Progress.of`, whether it is finished)
         self._changed = threading.Condition()
         self._started, self._is_closed = threading.Event(), False
@@ -297,11 +297,12 @@ class Engine:
         # Other admissions may evict its chunks: it waits for no more of them than it has.
         waits = [job for job in jobs if self._rows and job.chunks * PREFILL_CHUNK < len(job.request.prompt)]
         parts = {job: part for job in waits if (part := self._batch.next_part(job.request))}
+        with self._changed:
+            self._waiting = sorted([*parts, *self._waiting], key=lambda job: job.turn)
+        self._taken = [job for job in jobs if job not in [*parts][1:]]
         for job, part in [*parts.items()][:1]:
             known = self._batch.prefill(part)
             job.cached, job.chunks = job.cached if job.chunks else known, job.chunks + 1
-        with self._changed:
-            self._waiting = sorted([*parts, *self._waiting], key=lambda job: job.turn)
         return [job for job in jobs if job not in parts]
 
     def _look(self) -> None:
@@ -340,18 +341,17 @@ class Engine:
     def _begin_anew(self, error: Exception) -> None:
         """Replaces the batch by an empty one, as donated arrays are lost; raises if that fails, too.
 
-        The requests that were being admitted fail or, if there were none, all in the batch; the others are decoded
-        again, to the same answers. So each failure fails at least one request, and none is repeated forever.
+        The requests that were being admitted or prefilled fail or, if there were none, all in the batch; the others are
+        decoded again, to the same answers. So each failure fails at least one request, and none is repeated forever.
         """
         self._report_all()
-        alive = [job for job in self._in_batch if not job.is_over]
-        lost = [job for job in alive if job in self._taken or not self._taken]
+        lost = [job for job in self._taken or self._in_batch if not job.is_over]
         why = f"decoding has failed: {type(error).__name__}: {first_line(error)}"
         say(f"{why}; answers that are lost: {len(lost)}")
         for job in lost:
             job.give_up(Failure(why))
         with self._changed:
-            self._waiting = [job for job in alive if job not in lost] + self._waiting
+            self._waiting = [job for job in self._in_batch if not job.is_over] + self._waiting
         self._rows, self._taken = {}, []
         traceback.clear_frames(error.__traceback__)  # it holds the old batch, whose memory the new one needs
         del self._batch
