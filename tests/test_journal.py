@@ -134,6 +134,15 @@ def test_the_stamp_of_a_run_is_of_its_content_wherever_it_is(trained_run, tmp_pa
     assert [str(weights_stamp(step, settings("refusion"))) for step in copies] == stamps
 
 
+def test_a_run_of_adapters_is_named_with_its_model_where_that_is_gone(trained_run, tmp_path):
+    workdir = shutil.copytree(trained_run, tmp_path / "run")
+    config = json.loads((workdir / "config.json").read_text())
+    config |= {"lora": config["lora"] | {"rank": 4}, "init_from": f"{tmp_path}/gone"}
+    (workdir / "config.json").write_text(json.dumps(config))
+    with pytest.raises(UserError, match=f"^{workdir} holds adapters of another model: {tmp_path}/gone holds no check"):
+        weights_stamp(workdir, settings("refusion"))
+
+
 def test_answers_of_another_tokenizer_are_kept_apart():
     request = Instance("generate_until", {}, ("Add 1 and 2.", {"max_gen_toks": 8}), 0, metadata=("sums", 0, 1))
     keys = set()

@@ -177,7 +177,8 @@ def _stamp(path: epath.Path, stamp: Callable[[epath.Path], tuple[float | str, ..
     own = [(name, value, size) for name, (size, value) in listed if name.startswith("params")]
     own = own or [stamp(place.step)]  # an old checkpoint, without checksums
     adapted = run_directory.read_adapters(place.directory)
-    return own + (_stamp(adapted[1], stamp) if adapted else [])
+    with naming(f"{path} holds adapters of another model"):
+        return own + (_stamp(adapted[1], stamp) if adapted else [])
 
 
 def _stat(path: epath.Path) -> tuple[str, float, int]:
