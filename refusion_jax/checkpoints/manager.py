@@ -30,7 +30,8 @@ from refusion_jax.distributed.storage import ABSENT, absolute
 _PROBE_BYTES = 4096  # one block of a disk
 _MOST_FAILURES = 3  # saves in a row that may fail, such as on a full disk; then the run stops
 PAUSE_SECONDS = 1.0  # before the last save of a run, or reading, is retried; doubles with every attempt
-# How tensorstore's errors begin that do not say that the content is at fault.
+# Errors of content that is torn or foreign, but for how tensorstore's begin that are not; stores raise any other.
+_OF_CONTENT = (*ABSENT, ValueError, LookupError, TypeError, AttributeError, AssertionError)
 _UNREADABLE = re.compile(
     "(ABORTED|DEADLINE_EXCEEDED|PERMISSION_DENIED|RESOURCE_EXHAUSTED|UNAUTHENTICATED|UNAVAILABLE|UNKNOWN): "
 )
@@ -166,9 +167,9 @@ class Checkpoints(contextlib.AbstractContextManager):
         for step in reversed(steps):
             directory = self._directory / str(step)
             # Each host checks its share of the files, and all read together.
-            _, why = _attempt(functools.partial(run_directory.check_whole, directory))
+            _, why = _attempt(step, functools.partial(run_directory.check_whole, directory))
             if not why:
-                restored, why = _attempt(functools.partial(self._read, directory, step, target))
+                restored, why = _attempt(step, functools.partial(self._read, directory, step, target))
             if not why:
                 self._restored = step
                 return restored
@@ -199,7 +200,7 @@ class Checkpoints(contextlib.AbstractContextManager):
         return target.restored(found.params, found.optimizer, counters), found.data
 
 
-def _attempt(read: Callable[[], _T]) -> tuple[_T | None, str | None]:
+def _attempt(step: int, read: Callable[[], _T]) -> tuple[_T | None, str | None]:
     """(what is read, why a process finds it damaged or foreign), on all processes together; see `restore`."""
     for attempt in range(_MOST_FAILURES):
         if attempt:
@@ -207,15 +208,15 @@ def _attempt(read: Callable[[], _T]) -> tuple[_T | None, str | None]:
         found = why = unreadable = None
         try:
             found = read()
-        except Exception as error:  # noqa: BLE001  torn checkpoints fail in many ways
+        except Exception as error:  # noqa: BLE001  torn checkpoints and stores fail in many ways
             why = first_line(error)
-            if isinstance(error, Failure | OSError) and not isinstance(error, ABSENT) or _UNREADABLE.match(why):
+            if not isinstance(error, _OF_CONTENT) or _UNREADABLE.match(why):
                 unreadable = why
         if not (unreadable := first_fault(unreadable)):
             return found, first_fault(why)
     raise Failure(
-        f"{unreadable}; an older checkpoint would lose steps: start the same command again, or remove this one if it "
-        f"stays so"
+        f"checkpoint {step} cannot be read now ({unreadable}), and an older one would lose steps: start the same "
+        f"command again, or remove this one if it stays so"
     )
 
 
