@@ -17,6 +17,7 @@ from refusion_jax import UserError, decode, load_model
 from refusion_jax.batch.rows import Rows
 from refusion_jax.batch.visibility import CAUSAL
 from refusion_jax.decoding import cache as kv
+from refusion_jax.decoding import queue
 from refusion_jax.decoding.requests import prepare
 from refusion_jax.distributed.sharding import make_mesh, sharding
 from refusion_jax.model import flops, layers, one_cpu
@@ -29,6 +30,7 @@ from refusion_jax.model.lora import INPUTS, Lora, add_adapters
 from refusion_jax.model.stack import norm
 from refusion_jax.model.transformer import Transformer, abstract_transformer
 from refusion_jax.systems import registry
+from refusion_jax.systems.api import decoder_for
 
 TOKENS = jnp.array([[5, 6, 7, 8, 9, 10, 11, 12, 0, 0]])
 POSITIONS = jnp.array([[0, 3, 1, 2, 0, 2, 1, 3, 0, 1]])  # physical order is not text order
@@ -132,6 +134,23 @@ def test_layers_apart_and_transposed_as_one_cpu_decodes_them_compute_the_same(we
     x = jax.random.randint(jax.random.key(0), (1, tokens), 0, 29)
     expected, got = (logits_of(each.rounded(weights), x) for each in (model, twin))
     np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("method", ["ar", "dense", "refusion"])
+def test_no_forward_on_one_cpu_copies_the_cache(method, monkeypatch):
+    """XLA copies all of it where new entries may be written before the last layer reads the old ones."""
+    monkeypatch.setattr(one_cpu, "_LEAST", 0)
+    model, own = one_cpu.for_one_cpu(sharp_model()), settings(method, new=24, cache_length=640)
+    (request,) = prepare([PROMPTS[0]], own, model.config)
+    decoder = decoder_for([request], model.config)
+    some = queue.newcomers({0: request}, 1, 2, decoder)
+    graphdef, weights = nnx.split(model)
+    program = jax.jit(queue.decode_once, static_argnames=("graphdef", "rows", "decoder"))
+    compiled = program.lower(graphdef, weights, some, 2, decoder).compile().as_text()
+    shape = f"f32[{model.config.num_hidden_layers},2,{model.config.num_key_value_heads},{decoder.cache_length},"
+    made = [line.split(" = ")[1].partition(" ")[2] for line in compiled.splitlines() if f" = {shape}" in line]
+    assert any("update" in operation for operation in made)
+    assert all(operation.startswith("copy(%broadcast") for operation in made if operation.startswith("copy("))  # empty
 
 
 def test_what_is_transposed_is_kept_until_the_weights_change(monkeypatch):

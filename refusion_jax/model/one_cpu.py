@@ -10,7 +10,9 @@ import operator
 import weakref
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
+from jaxtyping import Array, Float, PyTree
 
 from refusion_jax.model.int8 import Int4Array, Int8Array, is_rounded
 from refusion_jax.model.interface import LanguageModel
@@ -55,3 +57,14 @@ def _in_layout(model: LanguageModel, in_int8: bool) -> LanguageModel:
         if not in_int8:
             setattr(module, name, nnx.List(stack.cut(at, at + 1) for at in range(stack.first, stack.end)))
     return twin
+
+
+def computed_after(x: Float[Array, "*axes"], values: PyTree) -> PyTree:
+    """The values, as a result that XLA cannot compute before x.
+
+    The keys and values of the last layer are known before its attention reads the cache. If they are written to it
+    first, XLA for CPUs copies all of the cache twice in every forward pass: with 20 M parameters, 4 rows and a cache of
+    6,144 tokens that took 70 % of the time. Its compiler ignores `jax.lax.optimization_barrier`.
+    """
+    nothing = jnp.minimum(jnp.isnan(x.ravel()[0]).astype(jnp.int8), 0)  # 0, which XLA does not see
+    return jax.tree.map(lambda value: value + nothing.astype(value.dtype), values)

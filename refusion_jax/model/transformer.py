@@ -30,6 +30,7 @@ from refusion_jax.model.int8 import Int8Array, in_dtype, is_rounded, widened
 from refusion_jax.model.interface import LanguageModel
 from refusion_jax.model.key_values import KeyValues, attend_over
 from refusion_jax.model.layers import linear_outputs_first, rope_rotation, weight
+from refusion_jax.model.one_cpu import computed_after
 from refusion_jax.model.ragged import Ragged
 from refusion_jax.model.shape import ModelConfig
 from refusion_jax.model.stack import Layers, norm
@@ -169,6 +170,8 @@ class Transformer(LanguageModel):
         for layers in stacks:  # one or two stacks, but on one CPU one per layer: see one_cpu.py
             x, own, load = layers(x, rotations, attend, self.remat, self.quantization, is_real)
             kept.append(own)
+        if isinstance(self.layers, nnx.List):
+            kept[-1] = computed_after(x, kept[-1])
         return x, jax.tree.map(lambda *parts: jnp.concatenate(parts), *kept), load
 
     def normed(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
