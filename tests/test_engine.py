@@ -151,10 +151,10 @@ def test_what_a_prompt_begins_with_is_known_after_its_row_has_had_others(engine)
 
 @pytest.mark.parametrize("method", ["ar", "refusion"])
 def test_others_decode_while_a_long_prompt_is_prefilled(method, monkeypatch):
-    """In chunks of 32 tokens, each followed by forward passes of those who came before; the same answer as at once."""
-    for module in (queue, serving_engine):
-        monkeypatch.setattr(module, "PREFILL_CHUNK", 32)
-    monkeypatch.setattr(serving_engine, "OFTEN", 0.0)
+    """In parts of 32 tokens, each followed by forward passes of those who came before; the same answer as at once."""
+    changes = (queue, "PREFILL_CHUNK", 32), (queue, "MOST_PARTS", 64), (serving_engine, "MOST_PARTS", 64)
+    for change in (*changes, (serving_engine, "OFTEN", 0.0)):
+        monkeypatch.setattr(*change)
     model, own = sharp_model(), settings(method, new=192, eos_id=29, cache_length=448)
     told, reports, asked, long = Told(), [], {}, [BOS, *(5 + i * i % 23 for i in range(200))]
     engine = Engine(model, own, rows=2)
@@ -333,7 +333,7 @@ def test_an_admission_that_fails_takes_only_the_requests_in_it(engine, monkeypat
 
 
 def test_a_forward_that_fails_takes_no_long_prompt_that_only_waits(monkeypatch):
-    """But the one of two whose first chunk was prefilled before it."""
+    """But the one of two whose first part was prefilled before it."""
     told, reports, own = Told(), [], settings("ar", new=64, eos_id=29, cache_length=640)
     engine = Engine(sharp_model(), own, rows=4)
     engine.start()
@@ -341,7 +341,7 @@ def test_a_forward_that_fails_takes_no_long_prompt_that_only_waits(monkeypatch):
     engine.submit([told.job("first", first, lambda answer: reports.append(1) or told.hold(answer), True)])
     wait_until(lambda: reports)
     jobs, look = [told.job(i, request_of(engine, [BOS, 5 + i] * 300, 4)) for i in range(2)], engine._batch.look
-    monkeypatch.setattr(engine._batch, "look", lambda: 1 / 0 if jobs[0].chunks else look())
+    monkeypatch.setattr(engine._batch, "look", lambda: 1 / 0 if jobs[0].parts else look())
     engine.submit(jobs)
     assert {*map(str, told.wait(3))} == {"1", "failed", "first"}
     engine.close()

@@ -276,12 +276,6 @@ def test_a_setting_that_stands_beside_a_prompt_is_told_to_have_no_effect(tmp_pat
     )
 
 
-def test_a_setting_that_a_prompt_cannot_have_is_named(tmp_path):
-    (tmp_path / "in.jsonl").write_text('{"prompt_ids": [1], "decode": {"seed": 1, "slot_size": 4}}')
-    with pytest.raises(UserError, match=r"in\.jsonl:1: decode must be an object with keys of .* top_p, not slot_size$"):
-        read_prompts(tmp_path / "in.jsonl", None, DecodeSettings())
-
-
 def test_a_tokenizer_of_a_corpus_with_malformed_lines_says_how_to_leave_them_out(tmp_path):
     (tmp_path / "a.jsonl").write_text('{"text": "sort three words"}\n{"text"\n{"text": ""}\n')
     line = ["train_tokenizer", f"--input={tmp_path}/a.jsonl", f"--output={tmp_path}/t.model", "--vocab_size=300"]

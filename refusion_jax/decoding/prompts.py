@@ -64,10 +64,8 @@ def read_request(item: dict, tokenizer: Tokenizer | None, settings: Settings, wh
     if not isinstance(template, list) or not all(isinstance(x, str) or _is_int32(x) or is_id_list(x) for x in template):
         raise UserError(f"{where}: template must list given texts (or lists of ids) and lengths of gaps")
     own = item.get("decode", {})
-    if not isinstance(own, dict) or set(own) - settings.changeable:
-        found = f", not {min(set(own) - settings.changeable)}" if isinstance(own, dict) else ""
-        known = ", ".join(sorted(settings.changeable))
-        raise UserError(f"{where}: decode must be an object with keys of {known}{found}")
+    if not isinstance(own, dict) or not set(own) <= settings.changeable:
+        raise UserError(f"{where}: decode must be an object with keys of {', '.join(sorted(settings.changeable))}")
     with naming(where):
         changed = dataclasses.replace(settings, **own) if own else None
     return Request(

@@ -35,6 +35,7 @@ from refusion_jax.model.key_values import KeyValues
 
 UNTIL_DONE = np.iinfo(np.int32).max  # forward passes of a run that ends only when its rows have
 LOOK = 16  # forward passes between two checks of whether the caller stops answers
+MOST_PARTS = 8  # of a prompt that is prefilled in parts: each copies the cache of a row
 _MOST = 64  # most forward passes of a run: then the host can be interrupted, and notices a decoder that does not end
 _IDLE = 4096  # more forward passes without a new token than any decoder needs
 _KEPT = 4  # the prefix cache takes as much memory as a quarter of the rows
@@ -232,12 +233,13 @@ class RunningBatch:
         return [rows[number] for number in range(len(requests))]
 
     def next_part(self, request: Request) -> Request | None:
-        """A request for the next chunk of a prompt that is not in the prefix cache, for `prefill`.
+        """A request for the next part of a prompt that is not in the prefix cache, for `prefill`.
 
-        None if no more than one chunk is missing, or the prefix cache has no room for the whole prompt.
+        None if no more than one part is missing, or the prefix cache has no room for the whole prompt.
         """
         store, blocks = self._prefixes, self._prefixes.blocks_of(request)
-        end = store.known(blocks) + max(PREFILL_CHUNK // store.size, 1)
+        part = max(self._decoder.cache_length // MOST_PARTS, PREFILL_CHUNK)
+        end = store.known(blocks) + max(part // store.size, 1)
         tokens = end * store.size + 1  # the last given token is in no block
         fits = end < len(blocks) <= store.count and tokens <= len(request.prompt)
         return dataclasses.replace(request, prompt=request.prompt[:tokens], template=(1,)) if fits else None
@@ -245,6 +247,7 @@ class RunningBatch:
     def prefill(self, part: Request) -> int:
         """Prefills a part into the prefix cache alone; returns how many of its tokens were known before."""
         blocks = [self._prefixes.blocks_of(part)]
+        part = dataclasses.replace(part, prompt=part.prompt[:-1])  # all of these are in blocks
         new = newcomers({self.rows: part}, self._sizes[0], self.rows, self._decoder, self._prefixes, blocks)
         self._prefill(new)
         return int(new.known)

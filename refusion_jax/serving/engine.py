@@ -3,7 +3,7 @@
 The life of a request: `check` completes its settings, and `submit` queues its `Job`. The engine's thread repeats:
 
 1. It takes waiting jobs for the free rows, and the device prefills their prompts. A long prompt waits while others
-   decode: in each round one chunk of it is prefilled into the prefix cache, until a single one is left.
+   decode: in each round a part of it is prefilled into the prefix cache, until a single one is left.
 2. The device begins to run some forward passes for all rows.
 3. Meanwhile the thread reports what it has read before.
 4. It waits for the device, and reads the answers that are finished, or watched by their callers. The rows of finished
@@ -29,8 +29,8 @@ from refusion_jax.cli.errors import Failure, UserError, first_line
 from refusion_jax.decoding.constrained import Matcher, batch_type
 from refusion_jax.decoding.decoder import Decoder
 from refusion_jax.decoding.memory import room_besides, token_bytes
-from refusion_jax.decoding.queue import batch_rows
-from refusion_jax.decoding.requests import PREFILL_CHUNK, Answer, Request, check_tokens, prepare, read_answer
+from refusion_jax.decoding.queue import MOST_PARTS, batch_rows
+from refusion_jax.decoding.requests import Answer, Request, check_tokens, prepare, read_answer
 from refusion_jax.decoding.settings import Settings
 from refusion_jax.decoding.stops import Stops
 from refusion_jax.distributed.sharding import shard_count
@@ -64,7 +64,7 @@ class Job:
     by_forward: bool = False  # whether to report after each forward pass; the device waits for the host then
     is_over: bool = False  # answered, or no longer wanted
     cached: int = 0  # leading tokens of the prompt whose keys and values were cached
-    chunks: int = 0  # of its prompt that were prefilled while others decoded
+    parts: int = 0  # of its prompt that were prefilled while others decoded
     caller: object = None  # the same for all jobs that were submitted together
     turn: int = 0  # jobs wait in the order of their turns: each of a caller has the next one
     told: float = -math.inf  # time of the last report, by `time.monotonic`
@@ -266,7 +266,7 @@ class Engine:
             self._taken = jobs
             jobs = self._without_long(jobs)
             for row, job in zip(batch.admit([job.request for job in jobs]), jobs, strict=True):
-                rows[row], job.cached = job, job.cached if job.chunks else int(batch.known[row])
+                rows[row], job.cached = job, job.cached if job.parts else int(batch.known[row])
             if rows:
                 by_forward = any(job.by_forward for job in rows.values())
                 # 0 forwards show what an admission commits.
@@ -293,16 +293,16 @@ class Engine:
             return jobs
 
     def _without_long(self, jobs: list[Job]) -> list[Job]:
-        """The jobs to admit now. While rows decode, long prompts wait, and the first has its next chunk prefilled."""
-        # Other admissions may evict its chunks: it waits for no more of them than it has.
-        waits = [job for job in jobs if self._rows and job.chunks * PREFILL_CHUNK < len(job.request.prompt)]
+        """The jobs to admit now. While rows decode, long prompts wait, and the first has its next part prefilled."""
+        # Other admissions may evict its parts: it waits for no more of them than it has.
+        waits = [job for job in jobs if self._rows and job.parts < MOST_PARTS]
         parts = {job: part for job in waits if (part := self._batch.next_part(job.request))}
         with self._changed:
             self._waiting = sorted([*parts, *self._waiting], key=lambda job: job.turn)
         self._taken = [job for job in jobs if job not in [*parts][1:]]
         for job, part in [*parts.items()][:1]:
             known = self._batch.prefill(part)
-            job.cached, job.chunks = job.cached if job.chunks else known, job.chunks + 1
+            job.cached, job.parts = job.cached if job.parts else known, job.parts + 1
         return [job for job in jobs if job not in parts]
 
     def _look(self) -> None:
