@@ -53,7 +53,7 @@ CHIPS = {
     "v5e": Chip(
         *("TPU v5 lite", 197e12, 15.75 * _G, 819e9, 200e9, 200e9 / 8 / 8, "v5e:8x8"),
         narrow="s8",
-        calibration=Calibration(factor=1.082, spread=0.084, runs=4),
+        calibration=Calibration(factor=1.085, spread=0.085, runs=4),
     ),
     "v5p": Chip(
         *("TPU v5", 459e12, 95 * _G, 2.765e12, 600e9, 50e9 / 8, "v5p:2x4x4"),
@@ -64,14 +64,14 @@ CHIPS = {
         *("TPU v6 lite", 918e12, 31.24 * _G, 1.64e12, 400e9, 800e9 / 8 / 8, "v6e:4x8"),
         matrix_unit=256,
         narrow="s8",
-        calibration=Calibration(factor=1.439, spread=0.049, runs=13),
+        calibration=Calibration(factor=1.443, spread=0.049, runs=13),
     ),
     "tpu7x": Chip(
         *("TPU7x", 2307e12 / 2, 94.74 * _G, 7.38e12 / 2, 1.2e12 / 2 / 2, None, "tpu7x:4x4x4"),
         matrix_unit=256,
         per_chip=2,
         narrow="f8e4m3fn",
-        calibration=Calibration(factor=1.227, spread=0.055, runs=3),
+        calibration=Calibration(factor=1.232, spread=0.055, runs=3),
     ),
 }
 

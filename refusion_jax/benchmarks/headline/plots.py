@@ -48,7 +48,7 @@ def _plots(results: Results) -> Iterator[tuple[str, Callable[[Any], None], dict[
         label = f"tokens per second, {size} at a time"
         speeds[f"tokens_per_second_{size}"] = label, lambda point, size=size: point.speed[size]
     for name, (label, speed) in speeds.items():
-        labels = {"xlabel": label, "ylabel": "exact match", "xscale": "log"}
+        labels = {"xlabel": label, "ylabel": "exact match, validation problems", "xscale": "log"}
         yield f"accuracy_by_{name}", functools.partial(_plot_accuracies, found, speed), labels
     for name, (key, label) in _TRAINING.items():
         labels = {"xlabel": "tokens trained on", "ylabel": label, "yscale": "log"}
