@@ -18,7 +18,7 @@ With --data, results.json holds `held_out`: the loss and its terms, with the sam
 (for models that were trained here), and eval_bits_per_byte: the likelihood of all responses, given their prompts, in
 bits per byte of their text. It is exact for left-to-right models, and for slots in one order or as the mean over random
 orders. For masked diffusion it is a Monte Carlo bound, marked by eval_bits_per_byte_is_bound, with its standard error.
-For systems without a known likelihood there are only the losses.
+For systems without a known likelihood there are only the losses. A text longer than a row counts as several `segments`.
 
 Several processes split the problems, or the texts of --data, and write what one would:
 
