@@ -37,7 +37,7 @@ def main() -> None:
     if _INPUT.value is None or _OUTPUT.value is None:
         raise UserError("--input and --output are needed; --help explains")
     output = Path(_OUTPUT.value)
-    flag_values.check_apart(output, find_files(_INPUT.value))
+    flag_values.check_apart(output, [_INPUT.value, *find_files(_INPUT.value)])
     flag_values.check_file("output", output, _BEGINNING, "is not a tokenizer of ours")
     config = default_config()
     config.data.path = _INPUT.value

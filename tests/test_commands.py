@@ -118,6 +118,14 @@ BAD = {
     "counts that nobody made": (["bench", "calibration", "--output={dir}/new"], "new: only --compile makes new counts"),
     "output is not to be read": ([*ONE, "--output=/proc/self/mem"], "=/proc/self/mem: exists already, and cannot be"),
     "output is a directory": ([*ONE, "--output={dir}"], "is a directory"),
+    "run among its data": (
+        [*TRAIN, NEW, "--config.data.path={dir}"],
+        "--workdir={dir}/new: lies in --config.data.path={dir}, or",
+    ),
+    "tokenizer in its corpus": (
+        ["train_tokenizer", "--input={dir}/taken", "--output={dir}/taken/t.model"],
+        "t.model: lies in --input={dir}/taken, or",
+    ),
     "tokenizer of nothing": (["train_tokenizer", "--input={dir}/none.txt", "--output={dir}/t.model"], "does not exist"),
     "goodput of nothing": (["goodput", "--workdir={dir}"], "holds no events.jsonl of a training run"),
     "no adapters": ([*TRAIN, NEW, "--config.lora.alpha=2"], "alpha=2.0: has no effect without --config.lora.rank"),

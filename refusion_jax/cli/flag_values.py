@@ -103,9 +103,11 @@ def check_file(flag: str, path: epath.PathLike, beginning: bytes, kind: str = "i
             raise UserError(f"--{flag}={path}: exists already, and {kind}; name another place")
 
 
-def check_apart(output: epath.PathLike, inputs: Iterable[epath.PathLike], flag: str = "output") -> None:
+def check_apart(
+    output: epath.PathLike, inputs: Iterable[epath.PathLike], flag: str = "output", source: str = "input"
+) -> None:
     """Refuses to overwrite an input, or to write into a directory that is read as a whole."""
     real = Path(os.path.realpath(output))
     for path in [] if is_remote(output) else inputs:
         if not is_remote(path) and Path(os.path.realpath(path)) in (real, *real.parents):
-            raise UserError(f"--{flag}={output}: lies in --input={path}, or is the same; name another place")
+            raise UserError(f"--{flag}={output}: lies in --{source}={path}, or is the same; name another place")

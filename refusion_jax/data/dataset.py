@@ -7,6 +7,7 @@ from absl import logging
 from etils import epath
 
 from refusion_jax.cli.errors import UserError, naming
+from refusion_jax.cli.flag_values import check_apart
 from refusion_jax.data.examples import Example
 from refusion_jax.data.fast_tokenizer import find_tokenizer_file, load_tokenizer_file, tokenizer_hash
 from refusion_jax.data.interface import RowSource, Tokenizer, plain_prompt
@@ -14,7 +15,7 @@ from refusion_jax.data.loader import block_counts
 from refusion_jax.data.manifest import is_prepared
 from refusion_jax.data.packing import pack, tokenize, usable
 from refusion_jax.data.prepared import MixedRows, PreparedRows
-from refusion_jax.data.sources import read_examples
+from refusion_jax.data.sources import GENERATED, read_examples
 from refusion_jax.data.tokenizer import SentencePieceTokenizer
 
 
@@ -36,6 +37,10 @@ def load_dataset(
             f"--config.data.weights={tuple(data.weights)}: only prepared directories are mixed by weight, and "
             f"--config.data.path={data.path} names none"
         )
+    if workdir and data.path not in (*GENERATED, "stdlib") and epath.Path(data.path).is_dir():
+        check_apart(
+            workdir, [data.path], "workdir", "config.data.path"
+        )  # the run's files would be data of the next start
     examples = usable(read_examples(data, config.seed), data.on_error)
     if file := data.tokenizer or saved or default_tokenizer:
         tokenizer = load_tokenizer_file(file, data.mask_piece, data.thinking)
