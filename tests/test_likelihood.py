@@ -90,7 +90,7 @@ def test_it_is_the_product_of_one_token_after_the_other():
 def test_a_dense_model_has_that_of_its_next_tokens_in_reading_order_and_of_its_masks_in_others():
     model, texts = sharp_model(), [[9, 14, 6, 21, 8]] * len(PROMPTS)
     next_tokens = log_likelihood(model, PROMPTS, texts, method="ar")
-    for method in ("prompt_lookup", "pard", "dflash"):  # which write what the model writes
+    for method in ("prompt_lookup", "pard", "dflash", "idlm"):  # which write what the model writes
         assert log_likelihood(model, PROMPTS, texts, method=method) == next_tokens
     assert log_likelihood(model, PROMPTS, texts, slot_size=2, method="dense") == pytest.approx(next_tokens)
     for order in ([0, 1, 2], [2, 0, 1]):

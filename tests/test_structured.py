@@ -90,7 +90,7 @@ def one_by_one(model, request, slots):
     return answer, len(plain.phases)
 
 
-METHODS = [("pieces", method) for method in ("ar", "dense", "refusion")]
+METHODS = [("pieces", method) for method in ("ar", "idlm", "dense", "refusion")]
 METHODS += [("byte_pairs", "refusion")]  # each world is compiled for
 
 

@@ -49,13 +49,14 @@ from refusion_jax.cli.settings import setting
 from refusion_jax.decoding import cache as kv
 from refusion_jax.decoding import sampling
 from refusion_jax.decoding import settings as shared
-from refusion_jax.decoding.decoder import Continuation, Continuer
+from refusion_jax.decoding.decoder import LAST_TOKEN, Continuation, Continuer
 from refusion_jax.decoding.reference import ReferenceDecoder
 from refusion_jax.decoding.requests import Layout, Request
 from refusion_jax.decoding.trajectory import tell
 from refusion_jax.model.families import Release
 from refusion_jax.model.interface import LanguageModel
 from refusion_jax.model.shape import ModelConfig
+from refusion_jax.systems import ar
 from refusion_jax.systems.interface import Objective, System
 
 _BLOCK = 3
@@ -129,6 +130,7 @@ class DraftAndCheck(Continuer):
     """Verifies the drafts of its own masks."""
 
     settings: ClassVar[type[StrideSettings]] = StrideSettings
+    next_token: ClassVar[str] = LAST_TOKEN
     typical: ClassVar[dict[float, float]] = {7.0: 2.56}
 
     stride: int  # N
@@ -188,6 +190,7 @@ SYSTEM = System(
     objective=AllMasked,
     decoders={"idlm": DraftAndCheck},
     references={"idlm": reference},
+    scoring=ar.SCORING,
     block_key="block_size",
     # Released in SDAR's format, but with blocks of 1, 2 or 3 masks; SDAR's are longer.
     releases=tuple(
