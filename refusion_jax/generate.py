@@ -64,7 +64,7 @@ from refusion_jax.distributed.storage import write_file
 from refusion_jax.model.interface import LanguageModel
 from refusion_jax.serving.terminal import Screen, printable
 from refusion_jax.systems.api import DecodeSettings, all_settings, decoder_for, play, stream
-from refusion_jax.systems.registry import decoders, default_decoder, default_system, find_decoder
+from refusion_jax.systems.registry import decoders, default_decoder, find_decoder
 
 _CHECKPOINT = flags.DEFINE_string("checkpoint", None, command.CHECKPOINT)
 _INPUT = flags.DEFINE_string("input", None, "JSONL file of prompts", allow_overwrite=False)
@@ -89,7 +89,7 @@ def useless_flags() -> list[str]:
     method = command.given().get("method")
     if _CHECKPOINT.value:
         method = contents.choose_method(epath.Path(_CHECKPOINT.value), method)
-    own = declared(find_decoder(method or default_decoder(default_system().name)).settings)
+    own = declared(find_decoder(method or default_decoder(None)).settings)
     for name in own:
         flags.FLAGS[f"decode.{name}"].help = command.help_text(own[name])
     return [f"decode.{name}" for name in all_settings() if name not in own]

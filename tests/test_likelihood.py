@@ -6,9 +6,13 @@ import jax
 import numpy as np
 import pytest
 from conftest import MASK, PROMPTS, logits_of, sharp_model, tiny_model
+from flax import nnx
 
-from refusion_jax import UserError, log_likelihood
+from refusion_jax import DecodeSettings, UserError, decode, load_model, log_likelihood
+from refusion_jax.checkpoints.run_directory import write_model_config
+from refusion_jax.checkpoints.weights import save_params
 from refusion_jax.evaluation.likelihood import likelihoods, token_scores
+from refusion_jax.model import huggingface
 from refusion_jax.systems.interface import ScoredText
 from refusion_jax.systems.refusion.likelihood import slot_scoring
 
@@ -98,6 +102,33 @@ def test_a_dense_model_has_that_of_its_next_tokens_in_reading_order_and_of_its_m
         by_masks = log_likelihood(model, PROMPTS, texts, **options)
         assert log_likelihood(model, PROMPTS, texts, **options, method="dense") == by_masks
         assert by_masks != pytest.approx(next_tokens)
+
+
+@pytest.mark.parametrize("form", ["ours", "Hugging Face"])
+def test_a_checkpoint_that_names_its_system_is_scored_by_it_and_not_decoded_as_another_unless_asked(form, tmp_path):
+    """`refusion` is the default where a model does not say what trained it."""
+    model, texts = sharp_model(), [[9, 14, 6, 21, 8]] * len(PROMPTS)
+    for objective in (None, "ar", "dream"):
+        place = tmp_path / str(objective)
+        if form == "ours":
+            save_params(place, nnx.to_pure_dict(nnx.state(model)))
+            write_model_config(place, model.config, objective)
+        else:
+            huggingface.save(model, place, objective)
+        loaded, size = load_model(place), {"max_new_tokens": 8, "slot_size": 4}
+        if objective == "dream":
+            with pytest.raises(UserError, match="the likelihood of dream models is not known"):
+                log_likelihood(loaded, PROMPTS, texts)
+        else:
+            expected = log_likelihood(model, PROMPTS, texts, method=objective or "refusion")
+            assert log_likelihood(loaded, PROMPTS, texts) == expected
+        assert log_likelihood(loaded, PROMPTS, texts, method="ar") == log_likelihood(model, PROMPTS, texts, method="ar")
+        as_refusion = decode(loaded, PROMPTS, DecodeSettings("refusion", **size)).tokens
+        if objective:
+            with pytest.raises(UserError, match=f"no method .* objective={objective}: give method='{objective}'"):
+                decode(loaded, PROMPTS, DecodeSettings(**size))
+        else:
+            assert decode(loaded, PROMPTS, DecodeSettings(**size)).tokens == as_refusion
 
 
 def test_packed_is_one_by_one():

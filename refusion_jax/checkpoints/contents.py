@@ -25,7 +25,7 @@ from refusion_jax.model import huggingface, huggingface_config, peft
 from refusion_jax.model.shape import ModelConfig
 from refusion_jax.systems.api import own_settings
 from refusion_jax.systems.interface import PLAIN
-from refusion_jax.systems.registry import decoders_for, default_decoder, default_system, releases, system_of
+from refusion_jax.systems.registry import decoders_for, default_decoder, releases, system_of
 
 _END = 1 << 20  # bytes of a file at its beginning, and at its end
 
@@ -135,7 +135,7 @@ def choose_method(checkpoint: epath.Path, method: str | None) -> str:
     requested.
     """
     if (objective := find_objective(checkpoint)) is None:
-        return method or default_decoder(default_system().name)
+        return method or default_decoder(None)
     with naming(f"{checkpoint}"):
         default, fitting = default_decoder(objective), decoders_for(objective)
     adapters = locate(checkpoint).adapters

@@ -22,6 +22,7 @@ from refusion_jax.distributed.sharding import local_mesh, make_mesh
 from refusion_jax.model import huggingface, peft
 from refusion_jax.model.interface import LanguageModel
 from refusion_jax.model.lora import Lora, combine
+from refusion_jax.model.shape import ModelConfig
 from refusion_jax.model.transformer import Transformer, abstract_transformer
 from refusion_jax.systems.registry import releases
 
@@ -29,7 +30,7 @@ from refusion_jax.systems.registry import releases
 def load_model(
     path: epath.PathLike, dtype: str = "float32", mesh: jax.sharding.Mesh | None = None, weights: str = "same"
 ) -> Transformer:
-    """Loads a trained model onto one device or a mesh.
+    """Loads a trained model, with the name of the system that trained it if known, onto one device or a mesh.
 
     Args:
       path: the directory of a run or its checkpoints/, for the newest checkpoint; the directory of one step; a Hugging
@@ -50,8 +51,14 @@ def load_model(
     path = epath.Path(path)
     config = read_model_config(path)
     graphdef, target = abstract_transformer(config, dtype, mesh, weights=weights)
-    if weights == "same":
-        return nnx.merge(graphdef, load_params(path, target))
+    params = load_params(path, target) if weights == "same" else _load_rounded(path, config, dtype, weights, target)
+    model = nnx.merge(graphdef, params)
+    model.trained_by = find_objective(path) or ""
+    return model
+
+
+def _load_rounded(path: epath.Path, config: ModelConfig, dtype: str, weights: str, target: dict[str, Any]) -> Any:
+    """`load_params`, rounded in host memory."""
     try:
         memory = jax.local_devices(backend="cpu")[:1]
     except RuntimeError as error:
@@ -60,7 +67,7 @@ def load_model(
     unrounded, on_host = abstract_transformer(config, dtype, make_mesh({}, memory))
     rounded = nnx.state(nnx.merge(unrounded, load_params(path, on_host)).rounded(weights))
     places = jax.tree.map(lambda x: x.sharding, target)
-    return nnx.merge(graphdef, jax.device_put(jax.device_get(nnx.to_pure_dict(rounded)), places))
+    return jax.device_put(jax.device_get(nnx.to_pure_dict(rounded)), places)
 
 
 def load_for(

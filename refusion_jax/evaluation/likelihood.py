@@ -29,7 +29,7 @@ from refusion_jax.evaluation.hosts import exchange, own_share
 from refusion_jax.model.interface import LanguageModel
 from refusion_jax.model.shape import ModelConfig
 from refusion_jax.systems.interface import ScoredText, ScoredTokens, System
-from refusion_jax.systems.registry import default_system, system_of
+from refusion_jax.systems.registry import default_decoder, system_of
 
 _SHORTEST = 256  # least tokens per row; short texts are packed
 _TOKENS = 2**14  # most tokens per forward and device
@@ -88,10 +88,11 @@ def likelihoods(
     Args:
       draws: number of random orders, or of draws for a bound, to average; 0: 1 order, or 64 draws.
       seed: of the draws.
-      method: a decoder of the model's system, as in DecodeSettings; by default the default system's.
+      method: a decoder of the model's system; by default that of the system that trained it, if the checkpoint says so.
       keys: a number for each text that seeds its draws; by default 0, 1, ...
     """
-    system = system_of(method) if method else default_system()
+    check_made("model", model, LanguageModel, "load_model")
+    system = system_of(method := method or default_decoder(model.trained_by))
     if system.scoring is None:
         raise UserError(f"the likelihood of {system.name} models is not known")
     order = order if isinstance(order, str) else whole_numbers("order", order, "slot indices")
@@ -107,21 +108,21 @@ def likelihoods(
 
 
 def held_out_bits(
-    model: LanguageModel, tokenizer: Tokenizer, rows: Iterable[Mapping[str, np.ndarray]], **how: object
+    model: LanguageModel, tokenizer: Tokenizer, rows: Iterable[Mapping[str, np.ndarray]], method: str, **how: object
 ) -> dict[str, object]:
     """Bits per byte of all responses, given their prompts, in rows of a data set: tokens, segment_ids and is_response.
 
-    All hosts call this with the same arguments, and each scores a share. `how` has slot_size, order, draws, seed and
-    method of `likelihoods`. Returns eval_bits_per_byte, eval_bits_per_byte_is_bound, their components, and the settings
+    All hosts call this with the same arguments, and each scores a share. `how` has slot_size, order, draws and
+    seed of `likelihoods`. Returns eval_bits_per_byte, eval_bits_per_byte_is_bound, their components, and the settings
     on which they depend; nothing if the rows have no text.
     """
-    system = system_of(how["method"]) if how.get("method") else default_system()
+    system = system_of(method)
     prompts, responses = documents(rows, system.scoring.needs_prompt)
     size = sum(_bytes_of(*texts, tokenizer) for texts in zip(prompts, responses, strict=True))
     if not size:
         return {}
     own = own_share(model, len(prompts))
-    scored = likelihoods(model, [prompts[i] for i in own], [responses[i] for i in own], keys=own, **how)
+    scored = likelihoods(model, [prompts[i] for i in own], [responses[i] for i in own], keys=own, method=method, **how)
     scored = [Likelihood(*each) for each in exchange(model, [*map(dataclasses.astuple, scored)], len(prompts))]
     nats, tokens = sum(s.nats for s in scored), sum(map(len, responses))
     error = sum(s.error**2 for s in scored) ** 0.5
@@ -133,6 +134,7 @@ def held_out_bits(
         "segments": len(scored),  # as in a manifest: a text longer than a row has several
         "tokens": tokens,
         "bytes": size,
+        "method": method,
         **_used(system, **how),
     }
 
@@ -157,13 +159,13 @@ def _draws(system: System, order: str | Sequence[int], draws: int) -> int:
 
 
 def _used(
-    system: System, method: str = "", slot_size: int = 8, order: str = "left_to_right", draws: int = 0, seed: int = 0
+    system: System, slot_size: int = 8, order: str = "left_to_right", draws: int = 0, seed: int = 0
 ) -> dict[str, object]:
-    """The settings of `likelihoods` on which the value depends."""
+    """The settings of `likelihoods`, besides the method, on which the value depends."""
     slots = {"slot_size": slot_size, "order": order} if _has_slots(system) else {}
     is_drawn = system.scoring.is_bound or (bool(slots) and order == "random")
     drawn = {"draws": _draws(system, order, draws), "seed": seed} if is_drawn else {}
-    return {"method": method or next(iter(system.decoders))} | slots | drawn
+    return slots | drawn
 
 
 def spread(count: int, of: int) -> list[int]:
@@ -189,14 +191,13 @@ def documents(
     return prompts, responses
 
 
-def longest_scored(config: ModelConfig, method: str = "") -> int:
+def longest_scored(config: ModelConfig, method: str) -> int:
     """The most tokens of a prompt and its continuation; the last token is not input of a left-to-right model."""
-    scoring = (system_of(method) if method else default_system()).scoring
+    scoring = system_of(method).scoring
     return config.max_position_embeddings + bool(scoring and scoring.needs_prompt)
 
 
 def _checked(model, method, prompts, continuations, slot_size, order="left_to_right", draws=0, seed=0) -> list[tuple]:
-    check_made("model", model, LanguageModel, "load_model")
     if isinstance(order, str) and order not in ("left_to_right", "random"):
         raise UserError(f"order={order}: must be left_to_right, random, or a list of slots")
     for name, value, least in (("slot_size", slot_size, 1), ("draws", draws, 0), ("seed", seed, 0)):

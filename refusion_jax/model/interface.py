@@ -28,6 +28,7 @@ class LanguageModel(nnx.Module):
     dtype: jnp.dtype  # of computation; logits are float32
     cache_dtype: jnp.dtype  # of keys and values between forward passes; int8: see `rounded`
     head_rows: int = 0  # rows of the output head for which a token's logits are computed; 0: all
+    trained_by: str = ""  # name of the system, if known
     output_head: Float[Array, "V D"] | Int8Array  # in the dtype of computation, or in int8
     operand_dtype: jnp.dtype  # of weights in products: the dtype of computation, or int8
     weight_bytes: int  # that a forward pass reads: all weights except an embedding that is not the output head, too
@@ -119,7 +120,7 @@ class Wrapper(LanguageModel):
     """A model that computes what the inner one does, except for what a subclass overrides."""
 
     def __init__(self, model: LanguageModel):
-        self.model, self.head_rows = model, model.head_rows
+        self.model, self.head_rows, self.trained_by = model, model.head_rows, model.trained_by
         self.config, self.dtype, self.cache_dtype = model.config, model.dtype, model.cache_dtype
 
     def hidden(self, *fed: Any) -> Float[Array, "B T _"]:

@@ -24,18 +24,22 @@ from refusion_jax.distributed.json_files import parse_json
 from refusion_jax.model.interface import LanguageModel
 from refusion_jax.model.one_cpu import for_one_cpu
 from refusion_jax.model.shape import ModelConfig
-from refusion_jax.systems.registry import decoders, default_system, find_decoder
+from refusion_jax.systems.registry import decoders, default_decoder, find_decoder
 
 _NO_STOPS = Stops(())
 
 
+class _Unnamed(str):
+    """The name of the default decoder, which nobody has asked for."""
+
+
 def DecodeSettings(method: str = "", **settings: Any) -> Settings:  # noqa: N802  it stands for the class of each decoder
-    """The settings of a decoder, by default of the first decoder of the default system.
+    """The settings of a decoder, by default of the default system's, which `decode` refuses for models of another.
 
     The same keywords may be used for several decoders: settings that only other decoders have are checked and dropped.
     SettingError for one that no decoder has, or an impossible value.
     """
-    method = method or next(iter(default_system().decoders))
+    method = method or _Unnamed(default_decoder(None))
     # Decoders cannot be compiled for scalars of numpy or JAX, only for Python's.
     settings = {name: x.item() if getattr(x, "shape", None) == () else x for name, x in settings.items()}
     own, every = find_decoder(method).settings, all_settings()
@@ -143,6 +147,9 @@ def stream(
     default the decoder is that of `decoder_for`; with another one several calls share compiled sizes.
     """
     settings = requests[0].settings
+    if isinstance(settings.method, _Unnamed) and settings.method != (fitting := default_decoder(model.trained_by)):
+        why = f"and the model was trained with objective={model.trained_by}: give method={fitting!r}, for example"
+        raise UserError(f"DecodeSettings: no method is named, {why}")
     check_auxiliaries(model, settings)
     decoder = decoder or decoder_for(requests, model.config)
     model = as_decoded(model, settings)

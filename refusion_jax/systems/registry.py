@@ -190,8 +190,9 @@ def decoders_for(objective: str) -> list[str]:
     return [*own, *sorted(others, key=lambda name: len(others[name].settings.auxiliary_models))]
 
 
-def default_decoder(objective: str) -> str:
-    """Name of the first decoder for models of a system; UserError if there is none."""
+def default_decoder(objective: str | None) -> str:
+    """Name of the first decoder for models of a system, if known, else of the default one; UserError without any."""
+    objective = objective or default_system().name
     if names := decoders_for(objective):
         return names[0]
     unknown = "no file in refusion_jax/systems and no entry point has this system"  # perhaps a config file did
