@@ -202,6 +202,7 @@ def test_of_masked_diffusion_it_is_a_bound_with_its_error():
         ({"slot_size": 0}, "slot_size=0: must be at least 1"),
         ({"slot_size": 2.0}, "slot_size=2.0: must be at least 1, a whole number"),
         ({"prompts": ["text"]}, "text 0: must be a list of token ids"),
+        ({"continuations": []}, "continuations: 0 of them, for 1 prompts"),
         ({"continuations": [[5.5]]}, "text 0: must be a list of token ids"),
         ({"continuations": [[5, 30, 5]]}, "text 0: holds an id outside 0 to 29"),
         ({"continuations": [[5] * 300]}, "text 0: has 301 tokens, and the model reads 256"),

@@ -203,6 +203,8 @@ def _checked(model, method, prompts, continuations, slot_size, order="left_to_ri
     for name, value, least in (("slot_size", slot_size, 1), ("draws", draws, 0), ("seed", seed, 0)):
         if not isinstance(value, int | np.integer) or value < least:
             raise UserError(f"{name}={value}: must be at least {least}, a whole number")
+    if len(prompts) != len(continuations):
+        raise UserError(f"continuations: {len(continuations)} of them, for {len(prompts)} prompts")
     c, texts = model.config, []
     for number, (prompt, continuation) in enumerate(zip(prompts, continuations, strict=True)):
         prompt, continuation = (whole_numbers(f"text {number}", given) for given in (prompt, continuation))
