@@ -38,9 +38,8 @@ def load_dataset(
             f"--config.data.path={data.path} names none"
         )
     if workdir and data.path not in (*GENERATED, "stdlib") and epath.Path(data.path).is_dir():
-        check_apart(
-            workdir, [data.path], "workdir", "config.data.path"
-        )  # the run's files would be data of the next start
+        # The files of the run would be text of its next start.
+        check_apart(workdir, [data.path], "workdir", "config.data.path")
     examples = usable(read_examples(data, config.seed), data.on_error)
     if file := data.tokenizer or saved or default_tokenizer:
         tokenizer = load_tokenizer_file(file, data.mask_piece, data.thinking)
