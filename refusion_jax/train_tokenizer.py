@@ -23,7 +23,7 @@ from refusion_jax.distributed.storage import write_file
 _INPUT = flags.DEFINE_string("input", None, "As --config.data.path: file, glob, directory ...", allow_overwrite=False)
 _OUTPUT = flags.DEFINE_string("output", None, "Tokenizer model file to write")
 _VOCAB_SIZE = flags.DEFINE_integer(
-    "vocab_size", 8192, "Pieces, including special tokens and bytes; a small corpus yields fewer", 1, 2**24
+    "vocab_size", 8192, "Tokens, including special ones and bytes; a small corpus yields fewer", 1, 2**24
 )
 _FIELDS = {
     name: flags.DEFINE_string(name, "", f"JSON field, as --config.data.{name} of `train`")
