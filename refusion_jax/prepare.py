@@ -17,19 +17,16 @@ import logging
 import shlex
 import signal
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from absl import flags
 from etils import epath
-from rich.progress import BarColumn, DownloadColumn, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
 from refusion_jax.cli import command, flag_values
 from refusion_jax.cli.errors import UserError, needs, refusing
 from refusion_jax.cli.paths import is_remote
-from refusion_jax.cli.progress import progress
 from refusion_jax.data.examples import Fields
 from refusion_jax.data.fast_tokenizer import THINKING, load_tokenizer_file
 from refusion_jax.data.filters import ALL, RULES, Filters, FilterSettings
@@ -102,36 +99,6 @@ _BEAM_OPTIONS = flags.DEFINE_string(
 )
 
 
-class _Bar:
-    """Shows progress: a bar on a terminal, otherwise a line now and then."""
-
-    def __init__(self):
-        columns = TextColumn("{task.description}"), BarColumn(), DownloadColumn(binary_units=True)
-        columns += TransferSpeedColumn(), TimeRemainingColumn()
-        self._bar = progress(*columns, stderr=False)
-        self._task = self._bar.add_task("")
-        self._said = time.monotonic()
-
-    def started(self, what: str, total: int) -> None:
-        """Begins a pass over `total` bytes of input."""
-        self._what, self._began, self._tokens = what, time.monotonic(), 0
-        self._bar.reset(self._task, total=total, description=what)
-        self._bar.start()
-
-    def advance(self, size: int, tokens: int) -> None:
-        """Advances by `size` bytes, which became `tokens` tokens."""
-        self._tokens += tokens
-        self._bar.advance(self._task, size)
-        now, task = time.monotonic(), self._bar.tasks[0]
-        if self._bar.disable and now - self._said > 10:
-            self._said = now
-            rate = self._tokens / max(now - self._began, 1e-9)
-            print(f"{self._what}  {task.percentage:5.1f}%  {self._tokens:,} tokens  {rate:,.0f} tokens/s", flush=True)
-
-    def close(self) -> None:
-        self._bar.stop()
-
-
 def command_line(inputs: list[str]) -> str:
     """The command that creates the same files, without the flags for the output and the number of processes."""
     named = [f"--input={pattern}" for pattern in inputs]
@@ -193,15 +160,12 @@ def main() -> None:
     shared = {field.name: flag[field.name] for field in dataclasses.fields(PrepareSettings) if field.name in flag}
     settings = PrepareSettings(**shared | {"fields": fields, "filters": _filters(flag)})
     runner, inputs = _runner(), list(map(pinned, _INPUT.value))
-    bar = _Bar()
     try:
         chunks = plan_chunks(inputs, flag["shard_mib"] << 20, flag["shuffle"])
         output, line = epath.Path(_OUTPUT.value), command_line(inputs)
-        manifest = Preparation(chunks, output, settings, tokenizer, line, runner, bar.started, bar.advance).run()
+        manifest = Preparation(chunks, output, settings, tokenizer, line, runner).run()
     except KeyboardInterrupt:
         raise KeyboardInterrupt("interrupted; the same command resumes from here") from None
-    finally:
-        bar.close()
     print(f"{_OUTPUT.value}: {describe(manifest)}")
 
 

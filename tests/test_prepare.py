@@ -56,8 +56,6 @@ def make(source, output, *, tokenizer=None, shard=1 << 10, processes=1, runner=N
         load_tokenizer_file(tokenizer, MASK_PIECE),
         command="",
         runner=runner or functools.partial(Processes, count=processes),
-        started=lambda what, size: None,
-        advance=lambda size, tokens: None,
     ).run()
 
 

@@ -13,14 +13,17 @@ import functools
 import hashlib
 import json
 import shutil
+import time
 from collections.abc import Callable, Iterator
 
 import numpy as np
 from absl import logging
 from etils import epath
+from rich.progress import BarColumn, DownloadColumn, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
 from refusion_jax.cli.errors import UserError
 from refusion_jax.cli.paths import is_remote
+from refusion_jax.cli.progress import progress
 from refusion_jax.data.fast_tokenizer import tokenizer_hash
 from refusion_jax.data.input_splits import InputSplit, find_files, splits_of
 from refusion_jax.data.interface import Tokenizer
@@ -74,8 +77,6 @@ class Preparation:
     tokenizer: Tokenizer  # of the rows
     command: str  # for the manifest
     runner: Callable[[PrepareSettings, epath.Path], Runner]  # the files do not depend on it
-    started: Callable[[str, int], None]  # called with the purpose of each pass over the input, and its bytes
-    advance: Callable[[int, int], None]  # called with the bytes and tokens of each finished chunk
 
     def run(self) -> Manifest:
         """Makes the missing shards, then the manifest; UserError if the input or the directory cannot be used."""
@@ -129,33 +130,38 @@ class Preparation:
 
     def _make(self) -> list[Report]:
         """The reports of all chunks, in order, including those that an earlier run has finished."""
-        progress, settings = self.output / PROGRESS, self.settings
-        there = {path.name for path in progress.iterdir()}
+        unfinished, settings = self.output / PROGRESS, self.settings
+        there = {path.name for path in unfinished.iterdir()}
 
         def without(name: str) -> dict[int, list[InputSplit]]:
             return {index: chunk for index, chunk in enumerate(self.chunks) if name.format(index) not in there}
 
         todo = without("done-{:05}.json")
         with self.runner(settings, self.output) as runs:
-
-            def run(what: str, task: Task, left: dict[int, list[InputSplit]]) -> Iterator[Report]:
-                sizes = [sum(part.size for part in chunk) for chunk in left.values()]
-                self.started(what, sum(sizes))
-                for size, report in zip(sizes, runs.run(task, left) if left else (), strict=True):
-                    self.advance(size, sum(shard.tokens for shard in report.shards.values()))
-                    yield report
-
             if (settings.dedup or settings.near_dedup) and todo:
-                keyless = without("digests-{:05}.npy")
-                list(run("looking for duplicates", Worker.write_keys, keyless))
+                self._run(runs, "looking for duplicates", Worker.write_keys, without("digests-{:05}.npy"))
                 if without("duplicates-{:05}.npy"):
-                    runs.mark_repeated(progress, len(self.chunks))
-            for report in run("tokenizing", Worker.write_shard, todo):
-                if settings.on_error == "stop" and report.first_bad:
+                    runs.mark_repeated(unfinished, len(self.chunks))
+            self._run(runs, "tokenizing", Worker.write_shard, todo)
+        done = [unfinished / f"done-{index:05}.json" for index in range(len(self.chunks))]
+        return [read_json(path, Report, extra="ignore") for path in done]  # also from older versions
+
+    def _run(self, runs: Runner, what: str, task: Task, left: dict[int, list[InputSplit]]) -> None:
+        """Runs a task on some chunks, with a bar on a terminal, otherwise with a line now and then."""
+        sizes = [sum(part.size for part in chunk) for chunk in left.values()]
+        columns = TextColumn("{task.description}"), BarColumn(), DownloadColumn(binary_units=True)
+        columns += TransferSpeedColumn(), TimeRemainingColumn()
+        said = time.monotonic()
+        with progress(*columns, stderr=False) as bar:
+            this = bar.add_task(what, total=sum(sizes))
+            for size, report in zip(sizes, runs.run(task, left) if left else (), strict=True):
+                if self.settings.on_error == "stop" and report.first_bad:
                     hint = "--on_error=skip leaves out and counts what is malformed or too long"
                     raise UserError(f"{report.first_bad} ({hint}; shards made so far are kept)")
-        done = [progress / f"done-{index:05}.json" for index in range(len(self.chunks))]
-        return [read_json(path, Report, extra="ignore") for path in done]  # also from older versions
+                bar.advance(this, size)
+                if bar.disable and time.monotonic() - said > 10:
+                    said = time.monotonic()
+                    print(f"{what}  {bar.tasks[this].percentage:5.1f} %", flush=True)
 
     def _finish(self, reports: list[Report], plan: str) -> Manifest:
         """Writes the tokenizer, the dropped examples and the manifests, that of DIR last."""
