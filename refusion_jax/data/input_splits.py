@@ -143,13 +143,9 @@ def splits_of(path: str, size: int, of_records: int | None = None) -> list[Input
 
 
 def _row_groups(path: str) -> list[int]:
-    """Bytes of each row group; empty if the file cannot be read, which is reported when it is read."""
     from refusion_jax.data.tables import row_group_sizes  # pyarrow, 60 MB, only if there is such a file
 
-    try:
-        return row_group_sizes(path)
-    except Exception:  # noqa: BLE001  pyarrow raises anything on a broken file
-        return []
+    return row_group_sizes(path)
 
 
 def read(part: InputSplit, fields: Fields) -> Iterator[Example | Bad]:

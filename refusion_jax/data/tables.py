@@ -8,15 +8,17 @@ from etils import epath
 
 from refusion_jax.data.examples import KNOWN_FIELDS, Bad, Example, Fields, to_examples
 
-_ROWS = 256  # most rows read at a time
-_BATCH = 1 << 28  # bytes of a column's longest value times the rows read at a time
+_ROWS = 64  # read at a time: each may be a book
 
 
 def row_group_sizes(path: str) -> list[int]:
-    """Bytes of each row group; OSError or ValueError if this is no Parquet file."""
-    with epath.Path(path).open("rb") as file:
-        metadata = pyarrow.parquet.ParquetFile(file).metadata
-        return [metadata.row_group(group).total_byte_size for group in range(metadata.num_row_groups)]
+    """Bytes of each row group; empty if the file cannot be read, which is reported when it is read."""
+    try:
+        with epath.Path(path).open("rb") as file:
+            metadata = pyarrow.parquet.ParquetFile(file).metadata
+            return [metadata.row_group(group).total_byte_size for group in range(metadata.num_row_groups)]
+    except Exception:  # noqa: BLE001  pyarrow raises anything on a broken file
+        return []
 
 
 def read_row_groups(path: str, start: int, end: int, fields: Fields) -> Iterator[Example | Bad]:
@@ -27,24 +29,13 @@ def read_row_groups(path: str, start: int, end: int, fields: Fields) -> Iterator
             table = pyarrow.parquet.ParquetFile(file)
             row = sum(table.metadata.row_group(group).num_rows for group in range(start))
             columns = [name for name in table.schema_arrow.names if _may_be_read(table, name, fields)]
-            rows = _rows_at_a_time(table.metadata, range(start, end), columns)
-            for batch in table.iter_batches(rows, range(start, end), columns or None):
+            for batch in table.iter_batches(_ROWS, range(start, end), columns or None):
                 for item in batch.to_pylist():
                     row += 1
                     yield from to_examples(item, f"{path}: row {row}", fields)
     except Exception as error:  # noqa: BLE001  dates out of range and repeated columns raise none of pyarrow's own
         reason = " ".join(str(error).split())[:200]
         yield Bad(f"{path}: row {row + 1}", f"not a whole Parquet file: {reason}", "unreadable file")
-
-
-def _rows_at_a_time(metadata: pyarrow.parquet.FileMetaData, groups: range, columns: list[str]) -> int:
-    """How many rows may be in memory at once if each is as long as the metadata allows."""
-    longest = 1
-    for group in map(metadata.row_group, groups):
-        for column in map(group.column, range(group.num_columns)):
-            if not columns or column.path_in_schema.split(".")[0] in columns:
-                longest = max(longest, column.total_uncompressed_size)
-    return max(1, min(_ROWS, _BATCH // longest))
 
 
 def _may_be_read(table: pyarrow.parquet.ParquetFile, name: str, fields: Fields) -> bool:
