@@ -380,16 +380,15 @@ def test_merged_weights_compute_what_adapters_do(targets):
     assert not np.allclose(adapted, plain, atol=1e-2)
 
 
-@pytest.mark.parametrize(("key", "value"), [("rank", -4), ("alpha", float("nan")), ("targets", "("), ("full", [])])
-def test_adapters_of_a_doctored_run_are_one_line(key, value, tmp_path):
+def test_adapters_of_a_damaged_config_are_one_line(tmp_path):
     section = {"rank": 4, "alpha": 8.0, "targets": ".*_proj", "full": ""}
     config = {"lora": section, "init_from": "there", "steps": 3, "objective": "ar"}
     (tmp_path / "config.json").write_text(json.dumps(config))
     assert read_adapters(epath.Path(tmp_path)) == (Lora(**section), epath.Path("there"))
     assert read_objective(epath.Path(tmp_path)) == "ar"
-    (tmp_path / "config.json").write_text(json.dumps(config | {"lora": section | {key: value}}))
-    with pytest.raises(UserError, match=f"config.json cannot be read: lora.{key}: "):
+    (tmp_path / "config.json").write_text(json.dumps(config | {"lora": section | {"targets": []}}))
+    with pytest.raises(UserError, match="config.json cannot be read: lora.targets: "):
         read_adapters(epath.Path(tmp_path))
-    (tmp_path / "config.json").write_text(json.dumps(config | {"objective": [value]}))
+    (tmp_path / "config.json").write_text(json.dumps(config | {"objective": []}))
     with pytest.raises(UserError, match="config.json cannot be read: objective: "):
         read_objective(epath.Path(tmp_path))

@@ -13,7 +13,6 @@ files may have been lost or changed since, which `check_whole` detects by the ch
 import dataclasses
 import errno
 import json
-import re
 
 import orbax.checkpoint as ocp
 import pydantic
@@ -34,20 +33,11 @@ _REMOVED = ".removed-"  # prefix of a checkpoint that is being removed
 _COMMITTED = "commit_success.txt"  # in an object store, Orbax writes this file last
 
 
-class _Adapters(pydantic.BaseModel):
-    """The section `lora` of a run's config."""
-
-    rank: pydantic.NonNegativeInt
-    alpha: pydantic.FiniteFloat
-    targets: re.Pattern[str]
-    full: re.Pattern[str]
-
-
 class _Config(pydantic.BaseModel):
     """The keys of a run's config that loading its model needs."""
 
     objective: str | None = None
-    lora: _Adapters | None = None
+    lora: Lora | None = None
     init_from: str = ""
 
 
@@ -69,10 +59,7 @@ def read_adapters(workdir: epath.Path) -> tuple[Lora, epath.Path] | None:
     """(adapters, path of the weights that they adapt) of a run that trained adapters; None for other runs."""
     path = workdir / "config.json"
     config = read_json(path, _Config, extra="ignore") if path.exists() else _Config()
-    if not (config.lora and config.lora.rank):
-        return None
-    lora = config.lora
-    return Lora(lora.rank, lora.alpha, lora.targets.pattern, lora.full.pattern), epath.Path(config.init_from)
+    return (config.lora, epath.Path(config.init_from)) if config.lora and config.lora.rank else None
 
 
 def read_objective(workdir: epath.Path) -> str | None:
