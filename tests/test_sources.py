@@ -205,14 +205,11 @@ def test_what_is_not_there_is_named(tmp_path):
         read(tmp_path)
 
 
-def test_of_a_directory_all_files_below_it_are_read_unless_they_are_rows(tmp_path):
+def test_of_a_directory_all_files_below_it_are_read(tmp_path):
     (tmp_path / "more").mkdir()
     (tmp_path / "more" / "b.txt").write_text("b")
     write(tmp_path / "a.jsonl", GOOD)
     assert [example.response for example in read(tmp_path)] == [GOOD["response"], "b"]
-    (tmp_path / "rows-00000.array_record").write_bytes(b"\xff")
-    with pytest.raises(UserError, match=r"--config.data.path: .*/rows-00000.array_record holds packed rows, not text"):
-        read(tmp_path, on_error="skip")
 
 
 VOCABULARY = [f"w{i}" for i in range(5000)]

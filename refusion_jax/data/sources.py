@@ -41,11 +41,6 @@ def read_examples(
         missing = f"does not exist (built in: {', '.join(GENERATED)}, stdlib)"
         why = "holds no file" if Path(data.path).is_dir() else missing
         raise UserError(f"{path_flag}: {data.path} {why}")
-    if rows := next((path for path in files if path.endswith(".array_record")), None):
-        raise UserError(
-            f"{path_flag}: {rows} holds packed rows, not text (`train` takes the directory that `prepare` wrote, once "
-            f"it holds a manifest.json)"
-        )
     fields = Fields(data.query_field, data.response_field, data.text_field, fields_flag, data.turns)
     characters, example = 0, None
     for part in (part for path in files for part in input_splits.splits_of(path, _PART, of_records=sys.maxsize)):

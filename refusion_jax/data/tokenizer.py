@@ -86,8 +86,6 @@ class SentencePieceTokenizer(Tokenizer):
             reason = str(error).rstrip(". ").rsplit("] ", 1)[-1]
             if least := re.search(r"required_chars\. \d+ vs (\d+)", reason):
                 reason = f"it takes a vocab_size of at least {least[1]}"
-            elif "all_chars_count" in reason or "sentences_.empty" in reason:
-                reason = "it has no characters but blanks"
             raise UserError(f"cannot train a tokenizer of {vocab_size} pieces on this corpus: {reason}") from error
         return cls(model.getvalue(), "the trained tokenizer", mask_piece)
 
