@@ -11,7 +11,7 @@ from etils import epath
 
 from refusion_jax.checkpoints.run_directory import check_whole, find_step
 from refusion_jax.checkpoints.writer import Items, make_checkpointer, silence_orbax_tracebacks
-from refusion_jax.cli.errors import Failure, UserError, first_line, refusing
+from refusion_jax.cli.errors import UserError, refusing
 from refusion_jax.distributed.storage import absolute
 from refusion_jax.model.huggingface import is_finite
 
@@ -87,11 +87,7 @@ def _find_params(path: epath.Path, target: Any) -> epath.Path:
 def _stored(path: epath.Path) -> Any:
     """The metadata of the stored weights; refuses damaged ones."""
     step = find_step(path)[1]
-    try:
+    hint = f"name another step in {step.parent}, if there is one"
+    with refusing(f"{path}: checkpoint {step.name} cannot be read ({hint})"):
         check_whole(step, ("params",))
         return ocp.StandardCheckpointHandler().metadata(step / "params")
-    except Failure:
-        raise
-    except Exception as error:  # torn checkpoints fail in many ways
-        why = f"checkpoint {step.name} cannot be read ({first_line(error)})"
-        raise UserError(f"{path}: {why}; name another step in {step.parent}, if there is one") from error

@@ -56,7 +56,7 @@ def refusing(what: str, kind: type[Exception] = Exception) -> Iterator[None]:
     """A context in which a library's errors of this kind mean bad input: UserError says what, and their first line."""
     try:
         yield
-    except UserError:
+    except (UserError, Failure):
         raise
     except kind as error:
         raise UserError(f"{what}: {first_line(error)}") from error

@@ -42,28 +42,21 @@ class PreparedRows(RowSource):
 
     def record(self, index: int) -> bytes:
         """The stored record of a row; UserError if it is damaged."""
-        try:
+        with refusing(f"{self.path}: row {index} cannot be read"):
             return self._records[index]
-        except (ValueError, IndexError, RuntimeError) as error:
-            raise UserError(f"{self.path}: row {index} cannot be read: {' '.join(str(error).split())[:200]}") from error
 
     def fingerprint(self) -> str:
         return _digest([shard.checksum for shard in self.manifest.shards])
 
 
 def _check_file(path: epath.Path, shard: Shard) -> None:
-    try:
-        size = path.stat().length
-    except FileNotFoundError as error:
-        raise UserError(f"{path} is missing, but the manifest names it; prepare the data again") from error
-    if size != shard.bytes:
-        raise UserError(f"{path} has {size} bytes instead of {shard.bytes}; prepare the data again")
-    with refusing(f"{path} cannot be read", RuntimeError):  # such as zeros, which a machine failure may leave
-        reader = ArrayRecordReader(str(path))
+    with refusing(f"{path} cannot be read"):  # missing, or zeros, which a machine failure may leave
+        size, reader = path.stat().length, ArrayRecordReader(str(path))
         rows = reader.num_records()  # 0 if its end is damaged
         reader.close()
-    if rows != shard.rows:
-        raise UserError(f"{path} has {rows} rows instead of {shard.rows}; prepare the data again")
+    if (size, rows) != (shard.bytes, shard.rows):
+        wanted = f"{shard.rows} in {shard.bytes}"
+        raise UserError(f"{path} has {rows} rows in {size} bytes instead of {wanted}; prepare the data again")
 
 
 class MixedRows(RowSource):
