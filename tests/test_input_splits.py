@@ -106,14 +106,6 @@ def test_what_follows_a_line_that_is_too_long_is_read_under_its_own_number(tmp_p
         assert [type(e) for e in found] == [Example, Bad, Example]
 
 
-def test_a_long_text_is_trained_on_in_parts_that_lose_nothing(tmp_path):
-    text = "one two three\n" * 200_000
-    (tmp_path / "a.txt").write_text(text)
-    parts = list(read_examples(config_with(**{"data.path": str(tmp_path / "a.txt")}).data, seed=0))
-    assert len(parts) == 3
-    assert "".join(part.response for part in parts) == text
-
-
 @pytest.mark.parametrize("size", [7, 64, 1000, 10**6])
 def test_a_text_is_cut_between_characters_only(size, tmp_path):
     text = "grüße ☃\n" * 20 + "☃" * 30000 + "\n" + "x" * 500

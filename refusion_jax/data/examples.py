@@ -24,9 +24,8 @@ SYSTEM_FIELD = "system"  # the beginning of a prompt or conversation
 ALPACA_FIELDS = ("instruction", "input", "output")
 # Answers are based on these, which the model would not see: OpenOrca has the third, Dolly and SQuAD the last.
 LOST_FIELDS = ("tools", "history", "system_prompt", "context")
-KNOWN_FIELDS = {*QUERY_FIELDS, *RESPONSE_FIELDS, *TEXT_FIELDS, *CONVERSATION_FIELDS, SYSTEM_FIELD, *ALPACA_FIELDS}
-KNOWN_FIELDS |= {*LOST_FIELDS}
-
+KNOWN_FIELDS = {*QUERY_FIELDS, *RESPONSE_FIELDS, *TEXT_FIELDS, *CONVERSATION_FIELDS, SYSTEM_FIELD}
+KNOWN_FIELDS |= {*ALPACA_FIELDS, *LOST_FIELDS}
 OPENING = 1 << 12  # bytes of a text that decide whether it is held out, however it is cut
 
 Messages = tuple[tuple[str, str], ...]  # (role, content) of each turn
@@ -243,10 +242,9 @@ def _loss(item: dict) -> str:
 
 
 def _names(item: dict) -> str:
-    """The names of the fields found, shortened to one line and safe to print."""
+    """The names of the fields found, shortened."""
     found = (name if value is not None else f"{name} of null" for name, value in list(item.items())[:20])
-    names = ", ".join(found) or "none"
-    return ascii(names)[1:-1][:200]
+    return ", ".join(found)[:200] or "none"
 
 
 def _field(item: dict, named: str, known: tuple[str, ...]) -> str | None:
