@@ -82,7 +82,6 @@ except sources.UserError as error:
         ("a.jsonl", "a.jsonl:1: a line of more than 16 MiB"),
         ("a.json", r"a.json: a list of more than 24 MiB; make it one object per line \(.jsonl\)"),
         ("a.txt", "a.txt holds more than 33,554,432 characters, all of which would be kept in memory: give a part"),
-        ("a.txt.gz", "a.txt.gz: is compressed; unpack it, or make it JSON of one text per line"),
     ],
 )
 def test_a_file_that_would_fill_the_memory_is_one_line_within_256_mib(name, said, tmp_path):

@@ -74,26 +74,23 @@ def find_damage(directory: epath.Path, part: str = "") -> str | None:
     except UserError as error:
         return str(error)
     names = sorted(name for name in wanted if name.startswith(part))[jax.process_index() :: jax.process_count()]
+
+    def compare(name: str) -> str | None:
+        size, checksum = wanted[name]
+        try:
+            with reading(directory / name):
+                found = _checksum(directory / name, like=checksum)
+        except ABSENT:
+            return "the file is gone"
+        if found == wanted[name]:
+            return None
+        return "its content has changed" if found[0] == size else f"{found[0]} bytes of {size}"
+
     with concurrent.futures.ThreadPoolExecutor(_THREADS) as pool:
-        checked = pool.map(lambda name: _try_checksum(directory / name, wanted[name][1]), names)
-        for name, found in zip(names, checked, strict=True):
-            if found != wanted[name]:
-                return f"{directory / name}: the checksum does not match ({_explain(found, wanted[name])})"
+        for name, why in zip(names, pool.map(compare, names), strict=True):
+            if why:
+                return f"{directory / name}: the checksum does not match ({why})"
     return None
-
-
-def _explain(found: Found | None, wanted: Found) -> str:
-    if found is None:
-        return "the file is gone"
-    return "its content has changed" if found[0] == wanted[0] else f"{found[0]} bytes of {wanted[0]}"
-
-
-def _try_checksum(path: epath.Path, like: int | str) -> Found | None:
-    try:
-        with reading(path):
-            return _checksum(path, like)
-    except ABSENT:
-        return None
 
 
 def _checksum(path: epath.Path, like: int | str | None = None) -> Found:

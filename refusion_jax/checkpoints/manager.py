@@ -194,8 +194,6 @@ class Checkpoints(contextlib.AbstractContextManager):
         )
         if int(found.optimizer["step"]) != step:
             raise ValueError(f"it is a checkpoint of step {int(found.optimizer['step'])}")
-        if not isinstance(found.data, dict) or "next_row" not in found.data:
-            raise ValueError(f"{directory}/data does not hold the position in the data")
         counters = found.data.pop("guard", {})  # older runs have none
         return target.restored(found.params, found.optimizer, counters), found.data
 

@@ -25,7 +25,6 @@ from refusion_jax.distributed.json_files import LINE
 
 _LIST = 24 << 20  # bytes of a JSON list, which is read as a whole: its values may take 50 times as much memory
 _HELD_OUT = 50  # one in so many files of the standard library is held out
-_COMPRESSED = {".gz", ".bz2", ".xz", ".zst", ".zip"}
 _STREAMS = {".gz": "gzip", ".bz2": "bz2", ".zst": "zstd"}  # that pyarrow decompresses
 _KINDS = {".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "json", ".parquet": "parquet"}
 _KINDS |= {".warc": "warc", ".wet": "warc"}
@@ -154,9 +153,6 @@ def read(part: InputSplit, fields: Fields) -> Iterator[Example | Bad]:
         match part.kind:
             case _ if part.size == 0:
                 yield Bad(part.path, "the file is empty", "empty file")
-            case "text" if Path(part.path).suffix.lower() in _COMPRESSED:
-                why = "is compressed; unpack it, or make it JSON of one text per line (.jsonl.gz)"
-                yield Bad(part.path, why, "compressed file")
             case "text":
                 yield from _text(part)
             case "jsonl":
