@@ -180,13 +180,13 @@ def test_damage_is_found(tmp_path):
     with pytest.raises(UserError, match=r"out: row \d+ cannot be read: "):
         [rows[index] for index in range(len(rows))]
     file.write_bytes(bytes(len(whole)))
-    with pytest.raises(UserError, match="rows-00000.array_record cannot be read: "):
+    with pytest.raises(UserError, match="rows-00000.array_record is missing or cannot be read: "):
         PreparedRows(str(tmp_path / "out"))
     file.write_bytes(whole[:-1])
     with pytest.raises(UserError, match=r"rows-00000.array_record has \d+ rows in \d+ bytes instead of"):
         PreparedRows(str(tmp_path / "out"))
     file.unlink()
-    with pytest.raises(UserError, match="rows-00000.array_record cannot be read: .*No such file"):
+    with pytest.raises(UserError, match="rows-00000.array_record is missing or cannot be read: .*No such file"):
         PreparedRows(str(tmp_path / "out"))
 
 
@@ -195,7 +195,7 @@ def test_a_file_that_may_not_be_read_is_not_missing(prepared):
         os.chmod(directory, 0o755)
         shutil.copytree(prepared / "a", f"{directory}/a")
         next(Path(directory).glob("a/rows-*")).chmod(0)
-        with unprivileged(), pytest.raises(UserError, match="array_record cannot be read: .*Permission denied"):
+        with unprivileged(), pytest.raises(UserError, match="array_record .* cannot be read: .*Permission denied"):
             PreparedRows(f"{directory}/a")
 
 

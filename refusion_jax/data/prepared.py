@@ -50,7 +50,7 @@ class PreparedRows(RowSource):
 
 
 def _check_file(path: epath.Path, shard: Shard) -> None:
-    with refusing(f"{path} cannot be read"):  # missing, or zeros, which a machine failure may leave
+    with refusing(f"{path} is missing or cannot be read"):  # such as zeros, which a machine failure may leave
         size, reader = path.stat().length, ArrayRecordReader(str(path))
         rows = reader.num_records()  # 0 if its end is damaged
         reader.close()
