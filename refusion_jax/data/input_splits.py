@@ -30,6 +30,7 @@ _KINDS = {".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "json", ".parquet": "p
 _KINDS |= {".warc": "warc", ".wet": "warc"}
 _COMPRESSED_KINDS = {".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "jsonl", ".warc": "warc", ".wet": "warc"}
 _HUB = "hf://datasets/"
+_RECORD = 1 << 24  # most bytes of a record of a web archive
 _ENDLESS = 1 << 62  # bytes: longer than any file, even decompressed
 
 
@@ -164,9 +165,7 @@ def read(part: InputSplit, fields: Fields) -> Iterator[Example | Bad]:
 
                 yield from read_row_groups(part.path, part.start, part.end, fields)
             case "warc":
-                from refusion_jax.data.web_archives import read_archive
-
-                yield from read_archive(part.path, fields)
+                yield from _archive(part.path, fields)
     except OSError as error:
         yield Bad(part.path, error.strerror or first_line(error), "unreadable file")
 
@@ -249,3 +248,28 @@ def _json_list(part: InputSplit, fields: Fields) -> Iterator[Example | Bad]:
     else:
         for number, item in enumerate(items, 1):
             yield from to_examples(item, f"{path}: item {number}", fields)
+
+
+def _archive(path: str, fields: Fields) -> Iterator[Example | Bad]:
+    """Texts of WET records, and of the main part of WARC's HTML pages; OSError if the file is damaged."""
+    with needs("archives"):
+        from fastwarc.warc import ArchiveIterator, WarcRecordType
+        from resiliparse.extract.html2text import extract_plain_text
+        from resiliparse.parse.encoding import bytes_to_str, detect_encoding
+    with epath.Path(path).open("rb") as file:
+        for record in ArchiveIterator(file):
+            where = f"{path}: record at byte {record.stream_pos}"
+            is_text = record.record_type == WarcRecordType.conversion
+            is_page = record.record_type == WarcRecordType.response and "html" in (record.http_content_type or "")
+            raw = record.reader.read(_RECORD + 1) if is_text or is_page else b""
+            if record.record_type == WarcRecordType.unknown:  # such as records with wrong line endings
+                yield Bad(where, "a record of no WARC-Type that is known", "unreadable file")
+            elif len(raw) > _RECORD:
+                yield Bad(where, f"a record of more than {_RECORD >> 20} MiB", "too long a record")
+            elif (is_text or is_page) and len(raw) < record.content_length:
+                yield Bad(where, "the file ends in this record", "unreadable file")
+            elif is_text or is_page:
+                page = bytes_to_str(raw, record.http_charset or detect_encoding(raw)) if is_page else ""
+                text = extract_plain_text(page, main_content=True) if is_page else decode(raw, where)
+                item = {"text": text, "url": record.headers.get("WARC-Target-URI")}
+                yield from [text] if isinstance(text, Bad) else to_examples(item, where, fields)
