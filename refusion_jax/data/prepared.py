@@ -51,12 +51,13 @@ class PreparedRows(RowSource):
 
 def _check_file(path: epath.Path, shard: Shard) -> None:
     with refusing(f"{path} is missing or cannot be read"):  # such as zeros, which a machine failure may leave
-        size, reader = path.stat().length, ArrayRecordReader(str(path))
+        if (size := path.stat().length) != shard.bytes:
+            raise UserError(f"{path} has {size} bytes instead of {shard.bytes}; prepare the data again")
+        reader = ArrayRecordReader(str(path))
         rows = reader.num_records()  # 0 if its end is damaged
         reader.close()
-    if (size, rows) != (shard.bytes, shard.rows):
-        wanted = f"{shard.rows} in {shard.bytes}"
-        raise UserError(f"{path} has {rows} rows in {size} bytes instead of {wanted}; prepare the data again")
+    if rows != shard.rows:
+        raise UserError(f"{path} has {rows} rows instead of {shard.rows}; prepare the data again")
 
 
 class MixedRows(RowSource):
