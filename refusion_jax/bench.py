@@ -11,7 +11,7 @@ import pkgutil
 from refusion_jax import benchmarks
 from refusion_jax.cli import command
 
-NAMES = sorted(m.name for m in pkgutil.iter_modules(benchmarks.__path__) if not m.name.startswith("_"))
+NAMES = sorted(module.name for module in pkgutil.iter_modules(benchmarks.__path__))
 
 if __name__ == "__main__":
     command.guard(lambda: command.run_part("bench", __doc__, {name: f"{benchmarks.__name__}.{name}" for name in NAMES}))

@@ -6,14 +6,13 @@
 First, logits, attention over packed rows (forward and gradient) and greedy answers are compared with the CPU's; then
 model-FLOPs utilization (MFU) of training is measured at 0.6B and 1.7B; then every decoder of the default system, and
 the first one with weights and cache in int8, at 1.7B and 8B with batches of 1 to 128. Writes OUTPUT/results.json after
-every part, and OUTPUT/section.md, a page of results. A part that is not expected to fit into the rest of --minutes is
-skipped; a part that fails is reported, and the others go on.
+every part. A part that is not expected to fit into the rest of --minutes is skipped; a part that fails is reported, and
+the others go on.
 
 --rehearse does the same with tiny shapes on any device, with the attention kernel emulated. Its figures mean nothing,
 and its results say so.
 """
 
-import collections
 import json
 import time
 from collections.abc import Callable
@@ -29,9 +28,8 @@ from absl import flags
 from refusion_jax.batch.rows import Rows
 from refusion_jax.batch.visibility import CAUSAL, Visibility
 from refusion_jax.benchmarks import decode as decoding
-from refusion_jax.benchmarks._markdown import table
 from refusion_jax.checkpoints.load import load_model
-from refusion_jax.cli import command, flag_values
+from refusion_jax.cli import flag_values
 from refusion_jax.cli.errors import UserError
 from refusion_jax.config import default_config
 from refusion_jax.config.model import model_config
@@ -51,7 +49,7 @@ Part = tuple[str, float, Callable[[], list[dict]]]
 def define_flags(own: flags.FlagValues) -> None:
     """The flags of this benchmark."""
     flags.DEFINE_float("minutes", 35, "Minutes that the whole benchmark may take", lower_bound=0, flag_values=own)
-    flags.DEFINE_string("output", "", "Directory for results.json and section.md", flag_values=own)
+    flags.DEFINE_string("output", "", "Directory for results.json", flag_values=own)
     flags.DEFINE_string(
         "checkpoint", None, "Trained weights whose answers are compared; by default none are", flag_values=own
     )
@@ -82,7 +80,6 @@ def main(own: flags.FlagValues) -> None:
             records.append(record | {"benchmark": "gpu", "part": name})
             print(json.dumps(records[-1]), flush=True)
         write_file(Path(own.output) / "results.json", json.dumps(head | {"records": records}, indent=2) + "\n")
-    write_file(Path(own.output) / "section.md", section(head, records, command.as_written("bench gpu", own)))
 
 
 def parts(own: flags.FlagValues) -> list[Part]:
@@ -199,23 +196,3 @@ def decoded(size: str, rows: int, new_tokens: int) -> list[dict]:
     prompts = decoding.random_prompts(rows, 128, model.config)
     records = decoding.measure(dict.fromkeys(setups, model), setups, prompts, 2, decoding.copy_bandwidth())
     return [record | {"size": size} for record in records]
-
-
-def section(head: dict, records: list[dict], command: str) -> str:
-    """A section for a page of results: a table for each kind of record, including failed and skipped parts."""
-    parts = [f"## On a GPU: {head['device']}, jax {head['jax']}"]
-    if head["rehearsal"]:
-        parts.append("A rehearsal with tiny shapes: these figures mean nothing.")
-
-    by_kind = collections.defaultdict(list)  # records with the same fields form one table
-    for record in records:
-        by_kind[tuple(name for name in record if name not in ("benchmark", "part"))].append(record)
-    for names, own in by_kind.items():
-        rows = [[record["part"], *(_cell(record[name]) for name in names)] for record in own]
-        parts.append(table(["part", *(name.replace("_", " ") for name in names)], rows))
-    return "\n\n".join([*parts, f"```bash\n{command}\n```"]) + "\n"
-
-
-def _cell(value: object) -> str:
-    text = f"{value:,.4g}" if isinstance(value, float) else f"{value:,}" if isinstance(value, int) else str(value)
-    return " ".join(text.replace("|", "/").split())

@@ -3,9 +3,9 @@
 import collections
 import math
 import statistics
-from collections.abc import Sequence
+import textwrap
+from collections.abc import Iterable, Sequence
 
-from refusion_jax.benchmarks._markdown import prose, table
 from refusion_jax.benchmarks.headline.curves import (
     MARGIN,
     PROXY,
@@ -26,6 +26,7 @@ _ONE, _MANY = map(str, BATCH_SIZES)
 _SHOWN = (1, 4, 16, 64, 256)  # batch sizes of the estimates
 _BUSY = 1.5  # load per core above which other processes must be running
 _CEILING = 0.99  # accuracies above it count as equal
+_WIDTH = 120  # columns of prose
 
 
 def report(results: Results, plots: Sequence[str] = ()) -> str:
@@ -292,3 +293,13 @@ def _sweep(trials: Sequence[Trained]) -> list[str]:
         "further ones are tried. Losses of different systems do not compare."
     )
     return ["### Learning rates", prose(why), table(("system", "learning rate", "held-out loss"), rows)]
+
+
+def table(names: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """A table, with a line for each row."""
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in (names, ["---"] * len(names), *rows))
+
+
+def prose(text: str, indent: str = "") -> str:
+    """A paragraph; with an indent, an item of a list. Words are never split, not even at a hyphen."""
+    return textwrap.fill(text, _WIDTH, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
