@@ -1,13 +1,11 @@
 """`bench headline`: operating points that decoders accept, results that are stored, and the speed proxy."""
 
-import contextlib
 import dataclasses
 import json
 import re
 import signal
 import subprocess
 import sys
-import threading
 from collections import Counter
 
 import jax
@@ -15,7 +13,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from conftest import PROMPTS, ROOT, causal, run, settings, sharp_model, start
-from etils import epath
 from helpers import config_of_mine, load_config, python, wait_until
 
 from refusion_jax import UserError, decode
@@ -23,7 +20,6 @@ from refusion_jax.benchmarks.headline import runs
 from refusion_jax.benchmarks.headline.experiment import BUDGETS, Experiment, TrainingRun
 from refusion_jax.benchmarks.headline.results import open_store
 from refusion_jax.benchmarks.headline.speed_proxy import SpeedProxy, proxy_model
-from refusion_jax.checkpoints import lock
 from refusion_jax.data import families
 from refusion_jax.data.sources import held_out_problems
 from refusion_jax.systems.registry import decoders_for, trainable
@@ -223,21 +219,6 @@ def test_a_signal_while_a_training_run_is_being_started_leaves_none_running(tmp_
     finally:
         signal.signal(signal.SIGTERM, own)
     assert started[0].poll() == -signal.SIGTERM
-
-
-def test_a_run_that_a_killed_comparison_has_left_training_is_waited_for(tmp_path, monkeypatch, capsys):
-    workdir, held = tmp_path / "runs" / "ar", contextlib.ExitStack()
-
-    def run(*_) -> int:
-        lock.check_free(epath.Path(workdir))
-        return 0
-
-    monkeypatch.setattr(runs, "_run", run)
-    monkeypatch.setattr(runs, "read_metrics", lambda _: [{"step": 1, "seconds": 1.0, "tokens": 1}])
-    held.enter_context(lock.file_lock(workdir))
-    threading.Timer(1, held.close).start()
-    assert runs.train(TrainingRun("ar", 0, "ar", {}, "c.py"), tmp_path)["tokens"] == 1
-    assert capsys.readouterr().out.count(f"waiting for a run: --workdir={workdir} is in use by process") == 1
 
 
 @pytest.mark.slow

@@ -4,21 +4,16 @@ A run that was killed resumes, and runs share neither memory nor compiled progra
 """
 
 import contextlib
-import itertools
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
-from etils import epath
-
 from refusion_jax.benchmarks.headline.experiment import TrainingRun
 from refusion_jax.benchmarks.headline.results import Logged, from_json, to_json
-from refusion_jax.checkpoints.lock import check_free
 from refusion_jax.cli import command
-from refusion_jax.cli.errors import Failure, UserError
+from refusion_jax.cli.errors import Failure
 from refusion_jax.distributed.preemption import EXIT_CODE
 from refusion_jax.training.metrics import read_metrics
 
@@ -33,7 +28,6 @@ def train(run: TrainingRun, directory: Path) -> dict[str, Any]:
     """
     workdir, log = directory / "runs" / run.name, directory / "runs" / f"{run.name}.log"
     log.parent.mkdir(parents=True, exist_ok=True)
-    _wait_for(workdir)
     code = EXIT_CODE
     while code == EXIT_CODE:  # it was preempted and has saved: resume
         code = _run([sys.executable, "-m", "refusion_jax.train", *run.flags(directory)], log, workdir)
@@ -43,17 +37,6 @@ def train(run: TrainingRun, directory: Path) -> dict[str, Any]:
     records = read_metrics(workdir)
     losses = [to_json(from_json(record, Logged)) for record in records]
     return {"seconds": records[-1]["seconds"], "tokens": records[-1]["tokens"], "losses": losses}
-
-
-def _wait_for(workdir: Path) -> None:
-    """Waits until nobody trains in a directory: a comparison that was killed leaves its run training."""
-    for second in itertools.count():
-        try:
-            return check_free(epath.Path(workdir))
-        except UserError as error:
-            if second % _NEWS_SECONDS == 0:
-                command.say(f"... waiting for a run: {error}")
-        time.sleep(1)
 
 
 def _run(line: list[str], log: Path, workdir: Path) -> int:
