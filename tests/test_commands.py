@@ -112,7 +112,6 @@ BAD = {
     ),
     "empty stop string": ([*GENERATE, "--prompt=x", "--stop="], "--stop=: is empty"),
     "two configs": (["train", "--config=a.py", "--config=b.py"], "--config=a.py --config=b.py: give one config, and"),
-    "counts that nobody made": (["bench", "calibration", "--output={dir}/new"], "new: only --compile makes new counts"),
     "output is not to be read": ([*ONE, "--output=/proc/self/mem"], "=/proc/self/mem: exists already, and cannot be"),
     "output is a directory": ([*ONE, "--output={dir}"], "is a directory"),
     "run among its data": (
