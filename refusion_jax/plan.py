@@ -11,8 +11,8 @@ counts against the chip's documented peaks, scaled by how much longer published 
 on the same generation: a range that is expected to hold 95 % of such runs (`python -m refusion_jax.bench calibration`).
 Those train 7 to 512 B parameters in steps of seconds; the range says little about steps of milliseconds. For the
 decoder there is only the roofline. --what=split searches where to cut a model between a device and a server
-(refusion_jax/split/README.md). --hlo reports the same for the step of another framework, dumped by its compiler.
-The exit code is 2 if the run does not fit.
+(refusion_jax/split/README.md). --hlo reports the same for the step of another framework, dumped by its compiler
+(xla_dump_to with xla_dump_hlo_as_text). The exit code is 2 if the run does not fit.
 """
 
 import sys

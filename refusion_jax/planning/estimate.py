@@ -38,10 +38,6 @@ class Estimate:
     fastest: float  # 95 % of runs are expected between these two, never below the roofline
     slowest: float
 
-    def mfu(self, model_flops: float, chip: Chip) -> float:
-        """Model FLOPs utilization: a chip's model FLOPs per step, divided by its peak FLOPs in that time."""
-        return model_flops / (self.step * chip.peak_flops)
-
 
 def estimate(costs: Costs, chip: Chip) -> Estimate:
     """The time of a step with these costs on this chip."""

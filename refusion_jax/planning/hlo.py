@@ -91,9 +91,7 @@ class Computation:
     @property
     def root(self) -> Instruction:
         """The instruction whose result it returns; ValueError if there is none."""
-        root = next((i for i in self.instructions.values() if i.is_root), None)
-        if root is None:
-            raise ValueError(f"the computation {self.name!r} has no ROOT")
+        (root,) = [i for i in self.instructions.values() if i.is_root]
         return root
 
     @property

@@ -9,7 +9,7 @@ import jax
 import ml_collections
 from rich.table import Column, Table
 
-from refusion_jax.cli.errors import UserError, first_line
+from refusion_jax.cli.errors import refusing
 from refusion_jax.config.model import model_config
 from refusion_jax.decoding.sampling import SAMPLED
 from refusion_jax.decoding.settings import Settings
@@ -52,7 +52,7 @@ def plan_train(config: ml_collections.ConfigDict, topology: str, slices: int, me
         "weights": weights,
         "active_weights": active,
         "model_flops_per_chip": model_flops,
-        "mfu": times.mfu(model_flops, chip),
+        "mfu": model_flops / (times.step * chip.peak_flops),
         "tokens_per_second": tokens / times.step,
         "tokens_per_day": tokens / times.step * 86_400,
         **_compiler(compiled, memory_only),
@@ -66,23 +66,15 @@ def plan_dump(path: Path, topology: str, slices: int) -> dict:
     assignment in the same directory. UserError if the files are missing or hold no program.
     """
     assignment = path.with_name(path.name.removesuffix(".txt") + "-buffer-assignment.txt")
-    for file in (path, assignment):
-        if not file.is_file():
-            raise UserError(
-                f"--hlo={path}: {file} is not there; xla_dump_to=DIRECTORY with xla_dump_hlo_as_text leaves both"
-            )
-    chip, devices = find_chip(topology), len(tpu_devices(topology, slices))
-    try:
+    devices = len(tpu_devices(topology, slices))
+    with refusing(f"--hlo={path} cannot be read"):
         module, sizes = hlo.parse(path.read_text()), assigned_bytes(assignment.read_text())
         costs = count(module, devices // slices)
-    except Exception as error:  # a name, an operand, an attribute or a number is missing
-        why = f"names {error}, which is not there" if isinstance(error, KeyError) else first_line(error)
-        raise UserError(f"--hlo={path}: {why}") from error
     compiled = Compiled(**sizes, module=module, seconds=0, cpu_seconds=None, overrun="")
     return {
         **_program("program", topology, slices, devices, compiled, costs),
         "arguments_gib": compiled.arguments / GIB,
-        **_times(estimate(costs, chip), topology),
+        **_times(estimate(costs, find_chip(topology)), topology),
     }
 
 
