@@ -197,7 +197,6 @@ def test_a_checkpoint_is_decoded_by_the_decoders_of_its_system_and_lines_of_prom
     line = {"prompt_ids": [5, 6], "template": [[7], 4, [8]], "decode": {"seed": 3}}  # setups, not lines, say how
     (tmp_path / "prompts.jsonl").write_text(json.dumps(line))
     measured = []
-    monkeypatch.setattr(decode, "copy_bandwidth", lambda: 1.0)
     monkeypatch.setattr(decode, "measure", lambda model, *given: measured.append(given) or [])
     flags = [f"--checkpoint={tmp_path / 'theirs'}", "--batch_sizes=1", f"--prompts={tmp_path / 'prompts.jsonl'}"]
     decode.main(flags_of(decode, *flags))
@@ -208,7 +207,6 @@ def test_a_checkpoint_is_decoded_by_the_decoders_of_its_system_and_lines_of_prom
 
 def test_a_decoder_may_be_named_as_for_generate_and_a_setting_that_no_setup_has_is_told(monkeypatch, caplog):
     measured = []
-    monkeypatch.setattr(decode, "copy_bandwidth", lambda: 1.0)
     monkeypatch.setattr(decode, "measure", lambda model, setups, *_: measured.append(setups) or [])
     flags = ["--decode.method=sequential", "--decode.slot_size=4", "--decode.steps=3"]
     decode.main(flags_of(decode, *flags, "--batch_sizes=1,8"))
@@ -223,7 +221,6 @@ def test_a_drafter_is_measured_with_its_model_and_of_a_template_only_what_is_dec
     for objective in ("ar", "idlm"):
         huggingface.save(model, tmp_path / objective, objective=objective)
     (tmp_path / "prompts.jsonl").write_text(json.dumps({"prompt_ids": [5, 6], "template": [[7] * 9, 4, [8] * 9]}))
-    monkeypatch.setattr(decode, "copy_bandwidth", lambda: 1.0)
 
     def measured(checkpoint: Path, *flags: str) -> dict:
         flags = [*flags, "--batch_sizes=1", "--repeats=1", "--prompt_length=4", "--decode.max_new_tokens=4"]
@@ -237,7 +234,6 @@ def test_a_drafter_is_measured_with_its_model_and_of_a_template_only_what_is_dec
 
 
 def test_answers_that_the_prefill_writes_have_no_forward_that_could_be_measured(monkeypatch):
-    monkeypatch.setattr(decode, "copy_bandwidth", lambda: 1.0)
     flags = ["--setup=dense slot_size=4", "--batch_sizes=1", "--repeats=1", "--prompt_length=4"]
     with pytest.raises(UserError, match="--setup='dense slot_size=4': the prefill writes all .*max_new_tokens"):
         decode.main(flags_of(decode, *flags, "--decode.max_new_tokens=1"))

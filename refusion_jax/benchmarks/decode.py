@@ -9,8 +9,8 @@ Each --setup is the name of a decoder followed by its own settings, such as --se
 --decode.method, or all decoders of the system that trained the model are measured. Settings of all setups are flags.
 Without a checkpoint the weights are random, in the shape that --size names. For each setup it prints tokens per second,
 forwards, tokens per forward and milliseconds per forward; `bytes` of weights and cache in their dtypes (weights=int8
-cache=int8); and `of_bandwidth`, the share of the memory bandwidth, as measured by a copy, that is needed to read these
-bytes once per forward. Compilation time is printed separately.
+cache=int8); and `of_bandwidth`, the share of the documented memory bandwidth that is needed to read these bytes once
+per forward, null where it is unknown. Compilation time is printed separately.
 """
 
 import dataclasses
@@ -22,7 +22,6 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from absl import flags, logging
 from etils import epath
@@ -42,6 +41,7 @@ from refusion_jax.decoding.prompts import read_prompts
 from refusion_jax.decoding.queue import batch_rows
 from refusion_jax.decoding.requests import Answer, Request, prepare
 from refusion_jax.decoding.settings import Settings
+from refusion_jax.distributed.chips import memory_bandwidth
 from refusion_jax.model.interface import LanguageModel
 from refusion_jax.model.shape import ModelConfig
 from refusion_jax.model.transformer import Transformer
@@ -88,7 +88,6 @@ def main(own: flags.FlagValues) -> None:
     if own["size"].present and own.checkpoint:
         raise UserError(f"--size={own.size}: has no effect with --checkpoint, which has its own")
     model = load_model(own.checkpoint, own.dtype) if own.checkpoint else random_model(own.size, own.dtype)
-    bandwidth = copy_bandwidth()
     system = system_of(choose_method(epath.Path(own.checkpoint), None)) if own.checkpoint else default_system()
     given = command.given(own)
     if (only := given.pop("method", None)) and own.setup:
@@ -111,7 +110,7 @@ def main(own: flags.FlagValues) -> None:
         models = dict.fromkeys(setups, model)
         for setup, settings in setups.items() if own.checkpoint else ():
             models[setup] = joined(model, load_auxiliaries(own.checkpoint, settings, own.dtype))
-        for record in measure(models, setups, prompts, own.repeats, bandwidth):
+        for record in measure(models, setups, prompts, own.repeats):
             print(json.dumps(record), flush=True)
             table.add_row(
                 record["setup"],
@@ -119,21 +118,18 @@ def main(own: flags.FlagValues) -> None:
                 f"{record['tokens_per_second']:,.0f}",
                 f"{record['tokens_per_forward']:.2f}",
                 f"{record['ms_per_forward']:.2f}",
-                f"{record['of_bandwidth']:.0%}",
+                "" if record["of_bandwidth"] is None else f"{record['of_bandwidth']:.0%}",
             )
     Console().print(table)
 
 
 def measure(
-    given: dict[str, LanguageModel],
-    setups: dict[str, Settings],
-    prompts: list[Request],
-    repeats: int,
-    bandwidth: float,
+    given: dict[str, LanguageModel], setups: dict[str, Settings], prompts: list[Request], repeats: int
 ) -> Iterator[dict]:
     """A record for each setup, with its model, measured in interleaved repeats."""
     models = {setup: given[setup].rounded(settings.weights, settings.cache) for setup, settings in setups.items()}
-    c = next(iter(given.values())).config
+    c, device = next(iter(given.values())).config, jax.devices()[0].device_kind
+    bandwidth = memory_bandwidth(device)
     seconds: dict[str, list[float]] = {setup: [] for setup in setups}
     answers = {}
     for setup in track([*setups] * (repeats + 1), "decoding", ticks=False):
@@ -162,12 +158,12 @@ def measure(
             "tokens_per_forward": tokens / forwards,
             "ms_per_forward": 1e3 * each,
             "bytes": moved,
-            "of_bandwidth": moved / each / bandwidth,
+            "of_bandwidth": bandwidth and moved / each / bandwidth,
             "compile_seconds": first - took,
             "width": decoder.width,
             "parameters": sum(x.size for x in jax.tree.leaves(nnx.state(given[setup]))),
             "dtype": str(kept.dtype),
-            "device": jax.devices()[0].device_kind,
+            "device": device,
         }
 
 
@@ -217,23 +213,3 @@ def random_model(size: str, dtype: str, **changes: Any) -> Transformer:
         return model
 
     return init()
-
-
-def copy_bandwidth() -> float:
-    """Memory bandwidth in bytes per second, reading and writing, by changing an array larger than any cache in place.
-
-    A new array for every result would take ten times as long, to map its pages. A GPU takes longer to start a program
-    than for one such change (an H200 seemed to have a third of its bandwidth), so the time of four more changes counts.
-    """
-
-    @functools.partial(jax.jit, static_argnums=1, donate_argnums=0)
-    def add(x, times):
-        return jax.lax.fori_loop(0, times, lambda _, x: x + 1, x)
-
-    x, seconds = jnp.zeros((2**26,), jnp.float32), {1: [], 5: []}
-    for times in [*seconds] * 6:
-        began = time.perf_counter()
-        x = jax.block_until_ready(add(x, times))
-        seconds[times].append(time.perf_counter() - began)
-    one, five = (np.median(found[1:]) for found in seconds.values())  # the first call compiles
-    return 2 * x.nbytes * 4 / float(five - one)

@@ -194,5 +194,5 @@ def decoded(size: str, rows: int, new_tokens: int) -> list[dict]:
     setups = {setup: decoding.read_setup(setup, shared) for setup in names}
     model = decoding.random_model(size, "float32" if size == "tiny" else "bfloat16")
     prompts = decoding.random_prompts(rows, 128, model.config)
-    records = decoding.measure(dict.fromkeys(setups, model), setups, prompts, 2, decoding.copy_bandwidth())
+    records = decoding.measure(dict.fromkeys(setups, model), setups, prompts, 2)
     return [record | {"size": size} for record in records]

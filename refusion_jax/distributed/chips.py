@@ -137,6 +137,11 @@ def peak_flops(device_kind: str) -> float | None:
     return _peaks(device_kind)[0]
 
 
+def memory_bandwidth(device_kind: str) -> float | None:
+    """Bytes/s of a device's memory, or None if unknown (CPUs)."""
+    return _peaks(device_kind)[1]
+
+
 def _peaks(device_kind: str) -> tuple[float, float] | tuple[None, None]:
     """FLOP/s and bytes/s of memory, by the longest name that the kind begins with."""
     chips = {chip.device_kind: (chip.peak_flops, chip.hbm_bandwidth) for chip in CHIPS.values()} | _GPUS
