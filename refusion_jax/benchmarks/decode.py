@@ -183,9 +183,7 @@ def random_prompts(count: int, length: int, model: ModelConfig) -> list[Request]
 
 def read_setup(setup: str, shared: dict[str, Any], checkpoint: str | None = None) -> Settings:
     """The settings of a --setup, a decoder and NAME=VALUE pairs, which override shared ones; UserError for others."""
-    if not setup.split():
-        raise UserError("--setup=: unknown; name a decoder, followed by settings of its own")
-    method, *pairs = setup.split()
+    method, *pairs = setup.split() or [""]
     changes = read_settings(pairs, f"--setup={setup!r}")
     with naming(f"--setup={setup!r}"):
         if checkpoint:
