@@ -4,8 +4,6 @@ import dataclasses
 import json
 import re
 import signal
-import subprocess
-import sys
 from collections import Counter
 
 import jax
@@ -16,8 +14,7 @@ from conftest import PROMPTS, ROOT, causal, run, settings, sharp_model, start
 from helpers import config_of_mine, load_config, python, wait_until
 
 from refusion_jax import UserError, decode
-from refusion_jax.benchmarks.headline import runs
-from refusion_jax.benchmarks.headline.experiment import BUDGETS, Experiment, TrainingRun
+from refusion_jax.benchmarks.headline.experiment import BUDGETS, Experiment
 from refusion_jax.benchmarks.headline.results import open_store
 from refusion_jax.benchmarks.headline.speed_proxy import SpeedProxy, proxy_model
 from refusion_jax.data import families
@@ -190,26 +187,6 @@ def test_while_others_train_the_comparison_itself_asks_for_no_device(tmp_path):
     (drafter,) = [line for line in trained if line.startswith("trained ar_seed1_dflash_drafter ")]
     assert f"'dflash.reads': '{tmp_path / 'runs' / 'ar_seed1'}'" in drafter
     assert "'learning_rate': 0.01" in drafter
-
-
-def test_a_signal_while_a_training_run_is_being_started_leaves_none_running(tmp_path, monkeypatch):
-    """It would hold its directory, so that the comparison could not be continued."""
-    started = []
-
-    class Interrupted(subprocess.Popen):
-        def __init__(self, _, **how):
-            super().__init__([sys.executable, "-c", "import time; time.sleep(10)"], **how)
-            started.append(self)
-            signal.raise_signal(signal.SIGTERM)
-
-    monkeypatch.setattr(subprocess, "Popen", Interrupted)
-    own = signal.signal(signal.SIGTERM, lambda *_: None)
-    try:
-        with pytest.raises(SystemExit):
-            runs.train(TrainingRun("ar", 0, "ar", {}, "c.py"), tmp_path)
-    finally:
-        signal.signal(signal.SIGTERM, own)
-    assert started[0].poll() == -signal.SIGTERM
 
 
 @pytest.mark.slow

@@ -41,14 +41,10 @@ def train(run: TrainingRun, directory: Path) -> dict[str, Any]:
 
 def _run(line: list[str], log: Path, workdir: Path) -> int:
     """Runs a command and returns its exit code. If this process is terminated, so is the child, which saves its run."""
-    early: list[int] = []  # a signal while the child starts: an exception inside Popen would leave it running
-    before = signal.signal(signal.SIGTERM, lambda number, _: early.append(number))
     with log.open("ab") as out:
         process = subprocess.Popen(line, stdin=subprocess.DEVNULL, stdout=out, stderr=subprocess.STDOUT)
+    before = signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     try:
-        signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
-        if early:
-            sys.exit(128 + early[0])
         while True:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 return process.wait(_NEWS_SECONDS)
