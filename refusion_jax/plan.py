@@ -158,8 +158,7 @@ def show(record: dict) -> None:
         if "rests_on" in record:
             print(f"The estimate rests on {record['rests_on']}.")
         if sums := record["blocking_all_reduces"]:
-            advice = "; --search tries other meshes" if record["what"] == "train" else ""
-            print(f"{sums:,.0f} all-reduces of 1 MB and more stop the chip{advice}.")
+            print(f"{sums:,.0f} all-reduces of 1 MB and more stop the chip.")
 
 
 def show_search(config: ml_collections.ConfigDict, topology: str, slices: int) -> None:
