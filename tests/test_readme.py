@@ -175,7 +175,7 @@ def server(user):
 
 
 def skip_without_grammars(code):
-    if re.search("guided_|response_format", code):
+    if re.search("structured_outputs|response_format", code):
         pytest.importorskip("llguidance", reason="pip install llguidance for answers under a grammar")
 
 

@@ -192,6 +192,7 @@ def client(app):
 
 
 LARGEST, GAP = largest_body(64), {"suffix": "b", "max_tokens": 4}
+CHOICE = {"structured_outputs": {"choice": ["b"]}}
 FORM = {"type": "json_schema", "name": "a"}
 NO = FORM | {"schema": {"type": "no"}}
 BAD = {
@@ -226,14 +227,14 @@ BAD = {
     "another model": ({"prompt": "a", "model": "gpt"}, 404, "model 'gpt' is not served here; 'tiny' is"),
     "too large": (b'{"prompt": "' + b"a" * LARGEST + b'"}', 413, f"at most {LARGEST} bytes"),
     "too long to tokenize": ({"prompt": "a" * 10**6}, 400, "prompt: has 1000000 characters, .* more than 64 tokens"),
-    "one of two types": ({"prompt": "a", "guided_json": 5}, 400, "^guided_json: Input should be an object"),
+    "one of two types": ({"prompt": "a", "structured_outputs": {"json": 5}}, 400, "^structured_outputs.json: Input "),
     "no text to stop at": ({"prompt": "a", "stop": [1]}, 400, "stop.0: "),
     "watched, but no stream": ({"prompt": "a", "watch": True}, 400, "^watch: is for a stream$"),
     "no schema": ({"prompt": "a", "response_format": {"type": "json_schema"}}, 400, "^response_format: json_schema"),
     "no format": ({"prompt": "a", "response_format": {"type": "xml"}}, 400, "^response_format.type: "),
-    "no choice": ({"prompt": "a", "guided_choice": []}, 400, "^guided_choice: "),
-    "two grammars": ({"prompt": "a", "guided_choice": ["a"], "guided_regex": "a"}, 400, "^guided_choice: guided"),
-    "text after a grammar": ({"prompt": "a", "guided_json": {}, **GAP}, 400, "^suffix: .* has to follow a grammar"),
+    "no choice": ({"prompt": "a", "structured_outputs": {"choice": []}}, 400, "^structured_outputs.choice: "),
+    "two grammars": ({"prompt": "a", **CHOICE, "response_format": {"type": "json_object"}}, 400, "^response_format: s"),
+    "text after a grammar": ({"prompt": "a", **CHOICE, **GAP}, 400, "^suffix: .* has to follow a grammar"),
     "scores before a text": ({"prompt": "a", "logprobs": 0, **GAP}, 400, "^suffix: logprobs .* are not known$"),
     "another grammar": (
         {"prompt": "a", "structured_outputs": {"grammar": "root ::= x"}},
@@ -319,7 +320,7 @@ def test_others_are_answered_while_requests_take_long(app, service, monkeypatch,
 
     owners = {"refusing": (errors, "_explained"), "tokenizing": (service, "completion")}
     monkeypatch.setattr(*owners.get(slow, (service.engine, "constrained")), hold)
-    body = {"prompt": "a", "guided_choice": ["b"]} if slow == "compiling" else {"prompt": "a" * 10**5}
+    body = {"prompt": "a", **CHOICE} if slow == "compiling" else {"prompt": "a" * 10**5}
     body |= {"temperature": "hot"} if slow == "refusing" else {}
 
     async def ask() -> None:

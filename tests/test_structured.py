@@ -291,12 +291,9 @@ def test_the_client_of_openai_gets_what_its_schema_says(client):
 @pytest.mark.parametrize(
     ("fields", "pattern"),
     [
-        ({"guided_choice": ["yes", "no"]}, "yes|no"),
-        ({"guided_regex": "[0-9]{2}( [a-f]{1,3})?"}, "[0-9]{2}( [a-f]{1,3})?"),
-        ({"guided_json": OK}, r'\{"ok": (true|false)\}'),
-        ({"guided_json": json.dumps(OK)}, r'\{"ok": (true|false)\}'),
         ({"structured_outputs": {"choice": ["yes", "no"]}}, "yes|no"),
         ({"structured_outputs": {"regex": "a+b{3}", "disable_any_whitespace": True}}, "a+b{3}"),
+        ({"structured_outputs": {"json": json.dumps(OK)}}, r'\{"ok": (true|false)\}'),
         ({"structured_outputs": {"json": OK}, "response_format": {"type": "text"}}, r'\{"ok": (true|false)\}'),
     ],
     ids=str,

@@ -217,7 +217,8 @@ def test_a_completion_goes_on_after_its_prompt_with_all_spaces_and_before_what_f
         how = {"prompt": "a", "suffix": "ab", "max_tokens": 8, "commits": True}
         (one,) = httpx.post(f"{address}/v1/completions", json=how, timeout=60).json()["choices"]
         assert [token for _, token in sorted(one["commits"])] == out.tokens[0][:8]
-        how = {"prompt": "a", "guided_choice": [" b  ab"], "echo": True, "logprobs": 1, "max_tokens": 32}
+        how = {"prompt": "a", "echo": True, "logprobs": 1, "max_tokens": 32}
+        how |= {"structured_outputs": {"choice": [" b  ab"]}}
         (one,) = httpx.post(f"{address}/v1/completions", json=how, timeout=60).json()["choices"]
         events = httpx.post(f"{address}/v1/completions", json=how | {"stream": True}, timeout=60).text
     assert (one["text"], one["finish_reason"]) == ("a b  ab", "stop")

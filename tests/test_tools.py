@@ -112,7 +112,7 @@ def test_a_model_that_has_to_call_does_and_what_it_calls_is_valid(client):
 
 @pytest.mark.parametrize("text", ["<tool_call>, 5 < 6", "<|im_end|> is text"])
 def test_marks_and_names_of_special_tokens_can_be_asked_for(client, text):
-    (one,) = ask(client, extra_body={"guided_choice": [text]}).choices
+    (one,) = ask(client, extra_body=word(text)).choices
     assert (one.message.content, one.finish_reason) == (text, "stop")
 
 
@@ -120,7 +120,7 @@ def test_calls_among_text_are_told_apart_and_text_is_text(client):
     text = 'So:\n<tool_call>\n{"name": "shirt", "arguments": {"size": "XL"}}\n</tool_call>'
 
     def answer(text, **how):
-        (choice,) = ask(client, extra_body={"guided_choice": [text]}, **how).choices
+        (choice,) = ask(client, extra_body=word(text), **how).choices
         return choice.message.content, choice.message.tool_calls, choice.finish_reason
 
     content, calls, reason = answer(text)
@@ -229,6 +229,10 @@ def tool(**function):
     return {"tools": [{"type": "function", "function": function}]}
 
 
+def word(text):
+    return {"structured_outputs": {"choice": [text]}}
+
+
 def said_to_call(name, arguments):
     return {"role": "assistant", "tool_calls": [{"function": {"name": name, "arguments": arguments}}]}
 
@@ -241,8 +245,8 @@ def said_to_call(name, arguments):
         ({"tools": TOOLS, "tool_choice": "some"}, "tool_choice"),
         ({"tool_choice": "required"}, "tool_choice: required needs tools"),
         (tool(name="a") | {"tool_choice": BY_NAME}, "tool_choice: names none of the tools"),
+        ({"tools": TOOLS, "tool_choice": "required", **word("a")}, "tools: structured_outputs.choice says already"),
         (tool(name="a", parameters={"properties": 3}) | {"tool_choice": "required"}, "tools: "),
-        ({"tools": TOOLS, "tool_choice": "required", "guided_regex": "a"}, "tools: guided_regex says already"),
         ({"messages": [{"role": "user"}]}, "messages.0: content: is missing"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages.0.content.0.type: Input"),
         ({"messages": [{"role": "user", "content": 3}]}, "messages.0.content: Input should"),

@@ -98,20 +98,14 @@ class _Body(Strict):
 
     response_format: ResponseFormat | None = Field(None, description="text, JSON, or JSON of a schema")
     structured_outputs: StructuredOutputs | None = Field(None, description="json, regex, choice or json_object")
-    guided_json: dict[str, Any] | str | None = Field(None, description="A JSON Schema that the answer follows")
-    guided_regex: str | None = Field(None, description="A regular expression that the answer matches as a whole")
-    guided_choice: list[str] | None = Field(
-        None, min_length=1, max_length=MOST_PARTS, description="The answer is one of these"
-    )
 
     @property
     def constraints(self) -> list[tuple[str, str, Any]]:
         """(field, kind, value) of all fields that constrain an answer, in the form of `Grammars.compile`."""
-        given = [("guided_json", "json", self.guided_json), ("guided_regex", "regex", self.guided_regex)]
-        given.append(("guided_choice", "choice", self.guided_choice))
+        given = []
         if own := self.structured_outputs:
             of_kind = {"json": own.json_, "regex": own.regex, "choice": own.choice}
-            given += [(f"structured_outputs.{kind}", kind, value) for kind, value in of_kind.items()]
+            given = [(f"structured_outputs.{kind}", kind, value) for kind, value in of_kind.items()]
             given.append(("structured_outputs.json_object", "json", _ANY_OBJECT if own.json_object else None))
         if (own := self.response_format) and own.type != "text":
             schema = own.json_schema and own.json_schema.schema_

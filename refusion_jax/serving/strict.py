@@ -30,8 +30,8 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
 }
 # What tools send along: labels, bookkeeping of other servers, and what OpenAI's client has parsed of an answer.
 _IGNORED = frozenset(
-    "cache_salt client_metadata disable_any_whitespace disable_fallback guided_decoding_backend metadata name parsed "
-    "parsed_arguments priority prompt_cache_key request_id safety_identifier service_tier skip_special_tokens "
+    "cache_salt client_metadata disable_any_whitespace disable_fallback metadata name parsed parsed_arguments "
+    "priority prompt_cache_key request_id safety_identifier service_tier skip_special_tokens "
     "spaces_between_special_tokens store user".split()
 )
 
