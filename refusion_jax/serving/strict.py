@@ -4,12 +4,9 @@ A field that would change the answer on other servers is refused, so that nobody
 values without effect (`"presence_penalty": 0`) are accepted. Fields that never change an answer are ignored.
 """
 
-import functools
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, model_validator
-
-from refusion_jax.cli.command import say
 
 # Fields that clients send routinely, with the values that have no effect.
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
@@ -47,17 +44,11 @@ class Strict(BaseModel):
         if not isinstance(body, dict):
             raise ValueError("must be an object")
         known = {own.alias or name for name, own in cls.model_fields.items()}
+        accepted = known | _IGNORED
         for name, value in body.items():
-            if name in _IGNORED and name not in known:
-                _log_once(name)
-            elif name not in known and value is not None and not _asks_for_nothing(name, value):
+            if name not in accepted and value is not None and not _asks_for_nothing(name, value):
                 raise ValueError(f"{name[:200]}: is not supported here")
         return {name: value for name, value in body.items() if value is not None and name in known}
-
-
-@functools.cache
-def _log_once(name: str) -> None:
-    say(f"requests give {name!r}, which is ignored")
 
 
 def _asks_for_nothing(name: str, value: Any) -> bool:
