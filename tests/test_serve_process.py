@@ -206,7 +206,7 @@ BAD = {
     "outside it, and not continued": ({"prompt": [1, 512], "max_tokens": 0}, 400, "prompt: holds an id outside"),
     "too long, and not continued": ({"prompt": [1] * 65, "max_tokens": 0}, 400, "prompt: has 65 tokens; at most 64"),
     "a gap of nothing": ({"prompt": "a", "suffix": "b", "max_tokens": 0}, 400, "suffix: needs max_tokens"),
-    "many stops": ({"prompt": "a", "stop": ["a"] * 17}, 400, "stop: at most 16"),
+    "many stops": ({"prompt": "a", "stop": ["a"] * 17}, 400, "stop: .* at most 16"),
     "half a name": (b'{"prompt": "a", "decode": {"\\ud800": 1}}', 400, "not JSON: .*hex escape"),
     "one of several": ({"prompt": ["a", "b" * 99]}, 400, "prompt\\[1\\]: has \\d+ tokens"),
     "no effect": ({"prompt": "a", "frequency_penalty": 1}, 400, "frequency_penalty: is not supported here"),
@@ -226,7 +226,6 @@ BAD = {
     "more than it may have": ({"prompt": "a", "max_tokens": 4, "min_tokens": 5}, 400, "min_tokens=5: .* at most 4 "),
     "another model": ({"prompt": "a", "model": "gpt"}, 404, "model 'gpt' is not served here; 'tiny' is"),
     "too large": (b'{"prompt": "' + b"a" * LARGEST + b'"}', 413, f"at most {LARGEST} bytes"),
-    "too long to tokenize": ({"prompt": "a" * 10**6}, 400, "prompt: has 1000000 characters, .* more than 64 tokens"),
     "one of two types": ({"prompt": "a", "structured_outputs": {"json": 5}}, 400, "^structured_outputs.json: Input "),
     "no text to stop at": ({"prompt": "a", "stop": [1]}, 400, "stop.0: "),
     "watched, but no stream": ({"prompt": "a", "watch": True}, 400, "^watch: is for a stream$"),
@@ -258,7 +257,7 @@ def test_what_cannot_be_done_is_refused_with_the_field_at_fault(client, body, st
     assert re.search(why, error["message"]), error
     assert error["type"] == "invalid_request_error"
     is_too_long = "maximum context length is 64 tokens" in error["message"]
-    assert is_too_long == bool(re.search("has \\d+ (tokens|characters)", error["message"]))
+    assert is_too_long == bool(re.search("has \\d+ tokens", error["message"]))
     assert error["code"] == ("context_length_exceeded" if is_too_long else status)
 
 

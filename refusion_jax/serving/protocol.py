@@ -1,6 +1,6 @@
 """Request bodies of OpenAI's API, with decode settings as further fields."""
 
-from typing import Any, ClassVar, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
@@ -10,7 +10,6 @@ from refusion_jax.serving.strict import Strict
 
 _MOST_CHOICES = 1024  # answers in a response
 MOST_TOOLS = 128
-_MOST_STOPS, _LONGEST_STOP = 16, 256  # searched for in every row repeatedly
 MOST_SCORED = 20  # most probable tokens with their log-probabilities, as with OpenAI
 _ANY_OBJECT = {"type": "object"}
 
@@ -67,7 +66,9 @@ class _Body(Strict):
         description="Seed of sampling: the same request gets the same answer; the reply reports the seed used",
     )
     n: int = Field(1, ge=1, le=_MOST_CHOICES, description="Answers to each prompt, each with its own noise")
-    stop: list[str] | None = Field(None, description="A text, or texts, before which the answer ends")
+    stop: list[Annotated[str, Field(max_length=256)]] | None = Field(  # searched for in every row repeatedly
+        None, max_length=16, description="A text, or texts, before which the answer ends"
+    )
     stream: bool = Field(False, description="Send the answer in pieces, as server-sent events")
     stream_options: StreamOptions | None = None
     top_k: int | None = Field(None, ge=-1, lt=2**31, description="Sample from this many tokens; 0 or -1: from all")
@@ -89,12 +90,7 @@ class _Body(Strict):
     @field_validator("stop", mode="before")
     @classmethod
     def _one_stop_is_a_list(cls, stop: Any) -> Any:
-        stop = [stop] if isinstance(stop, str) else stop
-        if isinstance(stop, list):
-            if len(stop) > _MOST_STOPS or any(len(text) > _LONGEST_STOP for text in stop if isinstance(text, str)):
-                raise ValueError(f"at most {_MOST_STOPS} texts of {_LONGEST_STOP} characters")
-            return [text for text in stop if text != ""]  # every answer would end before an empty one
-        return stop
+        return [stop] if isinstance(stop, str) else stop
 
     response_format: ResponseFormat | None = Field(None, description="text, JSON, or JSON of a schema")
     structured_outputs: StructuredOutputs | None = Field(None, description="json, regex, choice or json_object")
@@ -146,14 +142,9 @@ class Completion(_Body):
     @classmethod
     def _prompts_are_texts_or_ids(cls, prompt: Any) -> list[str | list[int]]:
         prompts = [prompt] if isinstance(prompt, str) or (prompt and is_id_list(prompt)) else prompt
-        if isinstance(prompts, list) and len(prompts) > _MOST_CHOICES:  # before each is checked
-            raise ValueError(f"at most {_MOST_CHOICES} are served at once")
-        if not isinstance(prompts, list) or not all(
-            isinstance(one, str) or (one and is_id_list(one)) for one in prompts
-        ):
+        are_valid = isinstance(prompts, list) and all(isinstance(x, str) or (x and is_id_list(x)) for x in prompts)
+        if not prompts or not are_valid:
             raise ValueError("must be a text, a list of token ids, or a list of either")
-        if not prompts:
-            raise ValueError("must hold a prompt")
         return prompts
 
     @model_validator(mode="after")

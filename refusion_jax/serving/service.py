@@ -16,7 +16,7 @@ from refusion_jax.decoding.requests import Answer, Request
 from refusion_jax.decoding.settings import Settings, TokenIds
 from refusion_jax.decoding.stops import Stops
 from refusion_jax.model.interface import LanguageModel
-from refusion_jax.serving.engine import Choice, Engine, TooLongError
+from refusion_jax.serving.engine import Choice, Engine
 from refusion_jax.serving.grammar import Grammars
 from refusion_jax.serving.metrics import Metrics
 from refusion_jax.serving.protocol import Chat, Completion
@@ -24,7 +24,6 @@ from refusion_jax.serving.scores import Scorer
 from refusion_jax.serving.tools import CallReader, check_template
 from refusion_jax.serving.writer import Delta, Writer
 
-_LONGEST_TOKEN = 128  # characters, on average; few tokens of any vocabulary are as long
 _OWN_FIELDS = {"max_new_tokens": "max_tokens", "temperature": "temperature", "top_p": "top_p", "seed": "seed"}
 
 
@@ -47,13 +46,11 @@ class Service:
 
     def completion(self, body: Completion) -> list[Choice]:
         """The answers to a completion, n for each prompt; UserError if a field cannot be served."""
-        self._check_length(len(body.suffix or ""), "suffix")
         suffix = (self.encode(body.suffix, inside=True),) if body.suffix else ()
         choices, noises = [], collections.defaultdict(lambda: range(body.n))
         for number, prompt in enumerate(body.prompt):
             name = "prompt" if len(body.prompt) == 1 else f"prompt[{number}]"
             text = prompt if isinstance(prompt, str) else None
-            self._check_length(len(text or ""), name)
             given = prompt if text is None else self.encode(text)
             after = sum(map(len, suffix)) + (1 if body.max_tokens is None else body.max_tokens)
             ids = self._begun(given, after) if body.add_special_tokens else given
@@ -82,11 +79,9 @@ class Service:
         tools = [tool.model_dump(exclude_unset=True) for tool in body.offered]
         if tools or any("tool_calls" in turn for turn in turns):
             self._check_tools()
-        self._check_length(sum(len(turn["content"]) for turn in turns), body.turns)
         if self.tokenizer.has_chat_template:
             with self._rendering:
                 text = self.tokenizer.render_chat(turns, body.chat_template_kwargs.enable_thinking, tools=tools)
-            self._check_length(len(text), body.turns)
             (ids,) = self.tokenizer.encode_chat([text])
         elif body.chat_template_kwargs.enable_thinking:
             raise UserError("chat_template_kwargs: this model has no chat template")
@@ -108,7 +103,7 @@ class Service:
             body.seed = secrets.randbelow(2**32) if self._seed is None else self._seed
         settings, limit = self._own_settings(body, len(ids))
         self.scorer.is_asked(body)  # raises if it cannot score
-        stops, least = Stops(tuple(body.stop or ())), limit if body.ignore_eos else body.min_tokens
+        stops, least = Stops(tuple(filter(None, body.stop or ()))), limit if body.ignore_eos else body.min_tokens
         if least > limit:
             raise UserError(f"min_tokens={least}: an answer has at most {limit} tokens here")
         self.engine.check_prompt(ids, name, limit + sum(map(len, suffix)))
@@ -172,11 +167,6 @@ class Service:
         tokenizer = self.tokenizer
         encode = tokenizer.encode_chat if tokenizer.has_chat_template else tokenizer.encode
         return (tokenizer.encode_inside([text], encode) if inside else encode([text]))[0]
-
-    def _check_length(self, characters: int, name: str) -> None:
-        """Refuses a much too long text before it is tokenized."""
-        if characters > _LONGEST_TOKEN * (most := self._settings.cache_length):
-            raise TooLongError(f"{name}: has {characters} characters, which are more than {most} tokens")
 
     @property
     def special_tokens(self) -> dict[str, str | None]:
