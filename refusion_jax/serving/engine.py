@@ -38,8 +38,8 @@ from refusion_jax.model.interface import LanguageModel
 from refusion_jax.model.shape import ModelConfig
 from refusion_jax.systems.api import as_decoded, decoder_for
 
-LOOK = 8  # forwards between two readings of what the rows have decoded
-SOON = 2  # the same while a row is free, to admit new requests sooner
+_RUN = 8  # forwards between two readings of what the rows have decoded
+_SHORT_RUN = 2  # the same while a row is free, to admit new requests sooner
 OFTEN = 0.03  # seconds between two updates of a streamed answer: faster than anyone reads
 MOST_WAITING = 4096  # jobs, not counting those in the batch
 _NEW_TOKENS = 256  # of an answer, unless the settings say otherwise
@@ -123,14 +123,15 @@ class Engine:
         # The largest texts that are served, without a common prefix: they determine the compiled sizes.
         longest_prompt = Request([0] * (settings.cache_length - 1), settings=shortest, grammar=grammar)
         longest_answer = Request([1], settings=self.settings, grammar=grammar)
-        self._largest = prepare([longest_prompt, longest_answer], self._compiled, model.config)
-        self._decoder = decoder = decoder_for(self._largest, model.config)
+        largest = prepare([longest_prompt, longest_answer], self._compiled, model.config)
+        self._longest_prompt, self._longest_answer = largest
+        self._decoder = decoder = decoder_for(largest, model.config)
         self.fills_gaps = decoder.fills_gaps  # whether text after an answer may be given
         self._model, self._second, self._making, self._prefix_cache = model, None, threading.Lock(), prefix_cache
         model = as_decoded(model, settings)
         self.rows = batch_rows(rows, rows, model.mesh)
-        blocks = _kept_blocks(model, decoder, self.rows, prefix_cache)
-        self._empty = functools.partial(batch_type(decoder), model, decoder, self._largest[0], self.rows, blocks, True)
+        kind, blocks = batch_type(decoder), _kept_blocks(model, decoder, self.rows, prefix_cache)
+        self._empty = functools.partial(kind, model, decoder, self._longest_answer, self.rows, blocks, True)
         self._batch = self._empty()
         self._drafts = np.zeros(2, np.int64)  # numbers of verified and of committed drafts
         self._waiting: list[Job] = []  # by turn
@@ -163,12 +164,11 @@ class Engine:
 
     def check(self, request: Request) -> Request:
         """The request with its settings completed; UserError if it is invalid, or needs more than was compiled."""
-        most = self._largest[1].settings.new_tokens
-        asked = sum(length for _, length in request.gaps)
+        most, asked = self.settings.new_tokens, sum(length for _, length in request.gaps)
         if asked > most:
             raise UserError(f"{request.name}: asks for {asked} tokens; an answer has at most {most} here")
         (request,) = prepare([request], self._compiled, self._config)
-        if decoder_for([*self._largest, request], self._config) != self._decoder:
+        if decoder_for([self._longest_prompt, self._longest_answer, request], self._config) != self._decoder:
             raise UserError(
                 f"{request.name}: its settings need larger forward passes than were compiled: give them at the start, "
                 "as --decode flags"
@@ -251,7 +251,7 @@ class Engine:
 
     def _compile(self) -> None:
         """Compiles all programs, by decoding a request that is neither reported nor counted."""
-        batch, request = self._batch, self._largest[1]
+        batch, request = self._batch, self._longest_answer
         batch.compile_admissions(request)
         (row,) = batch.admit([request])
         batch.run(batch.rows, 1)
@@ -270,7 +270,7 @@ class Engine:
             if rows:
                 by_forward = any(job.by_forward for job in rows.values())
                 # 0 forwards show what an admission commits.
-                batch.run(len(batch.free) + 1, int(not jobs) if by_forward else SOON if batch.free else LOOK)
+                batch.run(len(batch.free) + 1, int(not jobs) if by_forward else _SHORT_RUN if batch.free else _RUN)
             self._report_all()
             if rows:
                 self._look()
