@@ -39,7 +39,6 @@ import os
 import re
 import sys
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 
 from absl import flags
 from etils import epath
@@ -171,8 +170,6 @@ def check_places(output: epath.Path | None, watch: epath.Path | None) -> None:
         raise UserError(f"--watch={watch}: is also the --output or its OUTPUT.partial; name another place")
     if _COMPARE.value and not watch:
         raise UserError(f"--compare={_COMPARE.value}: needs --watch=PAGE.html, which shows it")
-    if _COMPARE.value and _INPUT.value and Path(_INPUT.value).is_fifo():
-        raise UserError(f"--input={_INPUT.value}: is a pipe, and --compare reads the prompts twice: give a file")
 
 
 def check_uses(asked: Asked, stops: Stops) -> None:

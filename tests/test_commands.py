@@ -1,7 +1,6 @@
 """Bad input to the real commands: one clear line, exit code 2, and nothing on disk changed."""
 
 import json
-import os
 
 import pytest
 from conftest import TINY_RUN, refused, run
@@ -36,7 +35,6 @@ def files(tmp_path, trained_run):
     for name, content in contents.items():
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(content)
-    os.mkfifo(tmp_path / "pipe")
     return tmp_path
 
 
@@ -164,10 +162,6 @@ BAD = {
         "--compare=nothing: is neither a directory nor a decoder; known: ",
     ),
     "compared without a page": ([*ONE, "--compare=sequential"], "--compare=sequential: needs --watch=PAGE.html"),
-    "page of a pipe's prompts, twice": (
-        ["generate", "--checkpoint={run}", "--input={dir}/pipe", "--watch={dir}/new.html", "--compare=sequential"],
-        "--input={dir}/pipe: is a pipe, and --compare reads the prompts twice: give a file",
-    ),
     "page of a decoder that cannot": ([*ONE, "--watch={dir}/new.html", "--compare=ar"], "--compare=ar: "),
     "a threshold that exact infilling does not read": (
         [*ONE, "--decode.infill=exact", "--decode.token_threshold=0.5"],
