@@ -19,10 +19,7 @@ REFUSED, VERIFIED, REPAIRED, WAITING = range(4)  # outcomes of a draft; one that
 
 @dataclasses.dataclass(frozen=True)
 class Scene:
-    """A decoding in the format of the page. Cells are places in text order; words are indices into `words`.
-
-    Raises ValueError if forward passes, cells, words or outcomes are out of range, as in a damaged file.
-    """
+    """A decoding in the format of the page. Cells are places in text order; words are indices into `words`."""
 
     system: str
     prompt: str
@@ -31,14 +28,6 @@ class Scene:
     words: list[str]
     drafts: list[list[tuple[int, int, int]]]  # of forward passes 1, 2 .. : cell, word, outcome
     plans: list[list[tuple[int, int, int]]]  # cell, word, probability in %
-
-    def __post_init__(self):
-        cells = sum(map(len, self.groups))
-        for forwards, most in ((self.drafts, WAITING), (self.plans, 100)):
-            entries, ends = itertools.chain(*forwards), (cells, len(self.words), most + 1)
-            within = all(0 <= x < end for entry in entries for x, end in zip(entry, ends, strict=True))
-            if not within or len(forwards) != len(self.counts) - 1:
-                raise ValueError("no decoding: it names what is not in it")
 
 
 class Decodings:
