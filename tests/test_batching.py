@@ -313,6 +313,8 @@ def test_blocks_have_a_name_for_what_stands_before_their_end_and_never_the_last_
     assert shared([5, 6, 7, 8, 9], [5, 6, 7, 8]) == 1
     assert shared([5, 6, 7, 8, 9], [5, 6, 7, 8, 4]) == 2
     assert shared([8, 6, 7, 8, 9], [5, 6, 7, 8, 9]) == 0
+    (once,) = prepare([[5, 6, 7]], settings("refusion"), model.config)
+    assert store.blocks_of(once) is store.blocks_of(once)  # a long prompt is looked at again and again
     gap = Request([5, 6], ([7], 4, [8, 9]))
     assert shared(gap, [5, 6, 7, 8, 9]) == 1  # 8 stands elsewhere
     assert shared(gap, dataclasses.replace(gap)) == 2

@@ -11,6 +11,7 @@ entries, K key/value heads, H head size.
 import collections
 import functools
 import hashlib
+import weakref
 from collections.abc import Sequence
 
 import jax
@@ -30,13 +31,17 @@ class Prefixes:
         """An empty store of N blocks of S tokens."""
         self.count, self.size = count, size
         self._places: collections.OrderedDict[bytes, int] = collections.OrderedDict()  # least recently used first
+        self._names: weakref.WeakKeyDictionary[Request, list[bytes]] = weakref.WeakKeyDictionary()
 
     def blocks_of(self, request: Request) -> list[bytes]:
         """Names of the whole blocks that a request begins with; each identifies all given tokens up to its end.
 
         The last given token is in none of them, since decoding may feed it again.
         """
-        given, name, names = np.array(request.given, np.int32), b"", []
+        if request in self._names:  # 3.4 ms for 32,000 tokens, of which a prompt waits for many rounds
+            return self._names[request]
+        given, name = np.array(request.given, np.int32), b""
+        names = self._names[request] = []
         for end in range(self.size, given.shape[1] * (self.count > 0), self.size):
             name = hashlib.blake2b(name + given[:, end - self.size : end].tobytes(), digest_size=16).digest()
             names.append(name)

@@ -26,9 +26,9 @@ _TOKENS = "token ids, as the encode_prompts of a tokenizer makes of each text"
 PREFILL_CHUNK = 256  # most given tokens per forward of the prefill
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class Request:
-    """A prompt and what is to be decoded after it.
+    """A prompt and what is to be decoded after it; equal only to itself.
 
     `template` lists given tokens and lengths of gaps in text order: `([5, 6], 40, [7], 24)` asks for 40 tokens between
     5 6 and 7, and for 24 after 7. Given tokens are committed first; then the gaps are decoded, and see all of
