@@ -2,7 +2,6 @@
 
 import bisect
 import dataclasses
-import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TypeAlias
@@ -35,10 +34,6 @@ def read_prompts(path: Path, tokenizer: Tokenizer | None, settings: Settings) ->
     for number, item in read_json_lines(path):
         where = f"{path}:{number}"
         misplaced = dict.fromkeys(settings.changeable & item.keys(), where) | misplaced
-        try:
-            json.dumps(item.get("id"), allow_nan=False)
-        except ValueError as error:
-            raise UserError(f"{where}: its id cannot be written: NaN and Infinity are not JSON") from error
         request = read_request(item, tokenizer, settings, where)
         noise = 0 if "seed" in item.get("decode", {}) else len(prompts)
         prompts.append((item.get("id", number - 1), dataclasses.replace(request, noise=noise)))
@@ -69,16 +64,16 @@ def read_request(item: dict, tokenizer: Tokenizer | None, settings: Settings, wh
     with naming(where):
         changed = dataclasses.replace(settings, **own) if own else None
     return Request(
-        prompt if isinstance(prompt, list) else encode_prompt(prompt, tokenizer, where, bool(template)),
+        prompt if isinstance(prompt, list) else encode_prompt(prompt, tokenizer, where),
         tuple(encode(x, tokenizer, where, i > 0) if isinstance(x, str) else x for i, x in enumerate(template)),
         changed,
         name=where,
     )
 
 
-def encode_prompt(text: str | None, tokenizer: Tokenizer | None, where: str, may_lack: bool = False) -> list[int]:
+def encode_prompt(text: str | None, tokenizer: Tokenizer | None, where: str) -> list[int]:
     """Token ids of a prompt in the form that the model is trained on; for None, those that precede any answer."""
-    if text is None and tokenizer is None and may_lack:
+    if text is None and tokenizer is None:
         return []  # a template of token ids needs no tokenizer
     _need(tokenizer, where)
     check_characters(text or "", where)
