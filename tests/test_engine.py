@@ -18,7 +18,6 @@ from refusion_jax.decoding.requests import prepare
 from refusion_jax.decoding.trajectory import forwards_of
 from refusion_jax.serving import engine as serving_engine
 from refusion_jax.serving.engine import MOST_WAITING, BusyError, Engine, Job
-from refusion_jax.systems import registry
 from refusion_jax.systems.api import decoder_for
 from refusion_jax.systems.registry import find_system
 
@@ -284,30 +283,6 @@ def test_a_forward_that_fails_takes_only_the_answers_in_it(engine, monkeypatch, 
     assert capsys.readouterr().out.endswith("; answers that are lost: 1\n")
     expected = decode(model, prompts, settings("ar", new=8, eos_id=29)).tokens
     assert [answer.tokens for _, answer in told.finished[1:]] == expected[1:]
-
-
-def test_a_decoder_that_does_not_end_takes_only_the_answers_in_its_batch(monkeypatch):
-    ar, told = find_system("ar"), Told()
-
-    class Odd(ar.decoders["ar"]):
-        def step(self, model, state):
-            after = super().step(model, state)
-            return after.replace(active=after.active | state.active & (state.settings.temperature > 5))
-
-    monkeypatch.setattr(registry, "_registered", {})
-    registry.register(dataclasses.replace(ar, name="odd", objective=None, decoders={"odd": Odd}, references={"odd": 1}))
-    monkeypatch.setattr(queue, "_IDLE", 32)
-    own = settings("odd", new=8, eos_id=29, cache_length=32)
-    engine = Engine(sharp_model(), own, rows=2)
-    engine.start()
-    for temperature in (9.0, 0.0):
-        how = dataclasses.replace(own, cache_length=0, temperature=temperature)
-        engine.submit([told.job("ends", engine.check(Request([BOS, 5], settings=how)))])
-        told.wait(1)
-    engine.close()
-    (_, error), (name, answer) = told.finished
-    assert "Odd.step: does not end: " in str(error)
-    assert (name, [answer.tokens]) == ("ends", decode(sharp_model(), [[BOS, 5]], how).tokens)
 
 
 def test_an_admission_that_fails_takes_only_the_requests_in_it(engine, monkeypatch):

@@ -211,25 +211,20 @@ NESTED = functools.reduce(lambda inner, _: {"type": "array", "items": inner}, ra
 REFUSED = {
     "a reference to itself": ("json", {"$ref": "#"}),
     "a file": ("json", {"$ref": "file:///etc/passwd"}),
-    "another server": ("json", {"$ref": "http://127.0.0.1:9/schema"}),
     "nothing is valid": ("json", {"type": "string", "minLength": 5, "maxLength": 2}),
     "no schema": ("json", {"type": "nothing"}),
     "unknown keyword": ("json", {"type": "array", "uniqueItems": True}),
     "a million words": ("json", {"enum": [f"{i:07}" for i in range(100_000)]}),
     "a deep schema": ("json", NESTED),
     "not JSON": ("json", "{"),
-    "a list": ("json", "[1]"),
     "half an expression": ("regex", "(a"),
-    "look-ahead": ("regex", "(?=a)b"),
     "back-reference": ("regex", r"(a)\1"),
 }
 FOLLOWED = {
     "an object that never ends": ("json", {"type": "object", "properties": {"a": {"$ref": "#"}}, "required": ["a"]}),
     "long strings": ("json", {"type": "string", "minLength": 10**9}),
     "many alternatives": ("json", {"anyOf": [{"type": "object", "properties": {"a" * i: {}}} for i in range(400)]}),
-    "many repetitions": ("regex", "(((a{100}){100}){100}){100}"),
     "exponential states": ("regex", "(a|b)*a(a|b){60}"),
-    "nested stars": ("regex", "((a*)*)*b"),
 }
 
 
