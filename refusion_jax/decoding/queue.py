@@ -37,7 +37,7 @@ UNTIL_DONE = np.iinfo(np.int32).max  # forward passes of a run that ends only wh
 LOOK = 16  # forward passes between two checks of whether the caller stops answers
 MOST_PARTS = 8  # of a prompt that is prefilled in parts: each copies the cache of a row
 _MOST = 64  # most forward passes of a run: then the host can be interrupted, and notices a decoder that does not end
-_IDLE = 4096  # more forward passes without a new token than any decoder needs
+_FORWARDS = 256  # per place of an answer, more than any decoder needs
 _KEPT = 4  # the prefix cache takes as much memory as a quarter of the rows
 _NONE = prefixes.Prefixes(0, 1)
 
@@ -210,8 +210,6 @@ class RunningBatch:
         self.failed: dict[int, UserError] = {}  # by row: why its answer cannot be continued
         self._prefixes = prefixes.Prefixes(blocks if decoder.copies_prefix else 0, decoder.prefix_block)
         self.known = np.zeros(rows, np.int32)  # given tokens of each row that came from the prefix cache
-        # The most tokens that each row has had, and forward passes since one of them had more.
-        self._committed, self._idle = np.zeros(rows, np.int32), 0
         check_memory(model, self._mesh, rows, decoder, self._prefixes.count * self._prefixes.size)
         with jax.set_mesh(self._mesh):
             self._state = _empty(self._static, self._params, decoder.lay_out([like]), rows)
@@ -263,7 +261,7 @@ class RunningBatch:
         size = next(size for size in self._sizes if size >= len(requests))
         some = dict(zip(rows, requests, strict=True))
         new = newcomers(some, size, self.rows, self._decoder, self._prefixes, blocks)
-        self.known[rows], self._committed[rows], self._idle = new.known, 0, 0
+        self.known[rows] = new.known
         self._prefill(new)
         return rows
 
@@ -275,7 +273,6 @@ class RunningBatch:
         """Starts decoding until `finished` rows, including free ones, are done, or for `most` forward passes."""
         with jax.set_mesh(self._mesh):
             most = min(most, self.recorded or most)
-            self._idle += most
             how = finished, most, self.recorded, self._counts_drafts
             self._state, self._trajectory, self._drafts = _run(self._static, self._params, self._state, *how)
 
@@ -284,12 +281,9 @@ class RunningBatch:
         s = self._state
         with jax.set_mesh(self._mesh):
             progress = Progress(*fetch((s.active, s.record, s.forwards, s.rounds, self._trajectory, self._drafts)))
-        record, name = progress.record, type(self._decoder).__name__  # decoders may also take tokens back
-        count = np.minimum(record.count, record.tokens.shape[1])  # more are none: they overwrite the last ones
-        self._idle = 0 if np.any(count > self._committed) else self._idle
-        self._committed = np.maximum(count, self._committed)
-        if self._idle > _IDLE:
-            raise UserError(f"{name}.step: does not end: {self._idle} forwards have committed nothing new")
+        longest, name = np.max(progress.forwards[progress.active], initial=0), type(self._decoder).__name__
+        if longest > _FORWARDS * progress.record.tokens.shape[1]:
+            raise UserError(f"{name}.step: does not end: an answer has taken {longest} forwards")
         return progress
 
     def stop(self, rows: Sequence[int]) -> None:
