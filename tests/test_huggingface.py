@@ -318,16 +318,7 @@ def test_a_tensor_stands_in_one_place_and_in_that_of_the_index(tmp_path):
     save_file({"x": tensor}, tmp_path / "model.safetensors")
     refused({"x": names[0], "a": names[0], "b": names[1]}, "two models, model.safetensors and that of model")
     index.unlink()
-    file, four = tmp_path / "model.safetensors", {"dtype": "F8_E4M3", "shape": [4], "data_offsets": [0, 4]}
-    for header, said in (
-        ({"x": four, "y": four}, "its tensors do not follow each other"),
-        ({"": {}}, "'' is not a tensor"),
-    ):
-        content = json.dumps(header).encode()
-        file.write_bytes(len(content).to_bytes(8, "little") + content + bytes(4))
-        with pytest.raises(UserError, match=f"model.safetensors is damaged: {said}"):
-            Tensors(tmp_path)
-    save_file({"x": tensor.astype(ml_dtypes.float8_e4m3fn)}, file)
+    save_file({"x": tensor.astype(ml_dtypes.float8_e4m3fn)}, tmp_path / "model.safetensors")
     assert huggingface.read_dtype(epath.Path(tmp_path)) == "float32"  # and `load_params` names the tensor
 
 

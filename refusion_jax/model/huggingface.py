@@ -146,10 +146,11 @@ def save(model: Transformer, path: epath.PathLike, objective: str | None = None)
     """
     path = epath.Path(path)
     tensors = _their_tensors(nnx.to_pure_dict(nnx.state(model)), model.config)
-    shards: list[list[str]] = [[]]
-    left = SHARD_BYTES
-    for name, (size, _) in tensors.items():
-        if shards[-1] and size > left:
+    sizes = {name: math.prod(part.whole) * weight.dtype.itemsize for name, [(part, weight), *_] in tensors.items()}
+    shards: list[list[str]] = []
+    left = 0
+    for name, size in sizes.items():
+        if size > left:
             shards.append([])
             left = SHARD_BYTES
         shards[-1].append(name)
@@ -161,29 +162,25 @@ def save(model: Transformer, path: epath.PathLike, objective: str | None = None)
             temporary.touch()
             mode = temporary.stat().st_mode  # the umask's; safetensors would let only the user read it
             try:
-                save_file({name: tensors[name][1]() for name in names}, temporary, metadata={"format": "pt"})
+                save_file({name: _on_host(tensors[name]) for name in names}, temporary, metadata={"format": "pt"})
             except SafetensorError as error:  # of a full disk
                 raise Failure(f"{path / file}: {first_line(error)}") from error
             temporary.chmod(mode)
         weight_map |= dict.fromkeys(names, file)
-    total = sum(size for size, _ in tensors.values())
-    index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
+    index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": dict(sorted(weight_map.items()))}
     write_file(path / INDEX, json.dumps(index, indent=2) + "\n")
     described = describe(model.config, str(jax.tree.leaves(nnx.state(model))[0].dtype), objective)
     write_file(path / "config.json", json.dumps(described, indent=2) + "\n")
 
 
-def _their_tensors(params: dict[str, Any], config: ModelConfig) -> dict[str, tuple[int, Callable[[], np.ndarray]]]:
-    """Every tensor by its Hugging Face name: (bytes, a function that brings it to the host)."""
+def _their_tensors(params: dict[str, Any], config: ModelConfig) -> dict[str, list[tuple[Part, jax.Array]]]:
+    """By Hugging Face name, the parts of a tensor with the weights that they are parts of."""
     found: dict[str, list[tuple[Part, jax.Array]]] = {}
     weights = flatten_dict(params)
     for path, parts in layout(params, config.family, {}, config.vocab_size):
         for part in parts:
             found.setdefault(part.tensor, []).append((part, weights[path]))
-    return {
-        name: (math.prod(parts[0][0].whole) * parts[0][1].dtype.itemsize, functools.partial(_on_host, parts))
-        for name, parts in found.items()
-    }
+    return found
 
 
 def _on_host(parts: list[tuple[Part, jax.Array]]) -> np.ndarray:

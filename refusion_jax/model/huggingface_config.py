@@ -106,7 +106,7 @@ def read_model_config(
             raise UserError(f"{file}: sliding_window, the reach of local layers, is missing")
         shape["max_position_embeddings"] = min(given.sliding_window, given.max_position_embeddings)
     if given.no_rope_layers is not None:
-        shape["no_rope_layer_interval"] = _no_rope_interval(file, given.no_rope_layers, given.num_hidden_layers)
+        shape["no_rope_layer_interval"] = _interval(file, given, "no_rope_layers", 0, 1)
     shape["num_key_value_heads"] = given.num_key_value_heads or given.num_attention_heads
     shape["head_dim"] = given.head_dim or given.hidden_size // given.num_attention_heads
     masks = (mask_token_id, given.mask_token_id, tokenizer.mask_id if tokenizer else None, -1)
@@ -190,39 +190,30 @@ def _check_keys(file: epath.Path, given: dict[str, Any], family: Family, release
     for key, value in fixed.items():
         if (said := given.get(key, family.defaults.get(key, value))) != value:
             _refuse(file, key, said, f"of model_type={given['model_type']} we read {json.dumps(value)}")
-    for theirs, ours in family.keys.items():
-        if {theirs, ours} <= given.keys() and given[theirs] != given[ours]:
-            raise UserError(
-                f"{file}: {theirs}={given[theirs]!r:.60} and {ours}={given[ours]!r:.60} contradict each other"
-            )
     known = {*_FIELDS, *_OURS, *fixed, *release.keys, *release.ignored, *_IGNORED}
     known -= set(OPTIONAL) - family.defaults.keys()
     if is_released and (unknown := sorted(given.keys() - known)):
         raise UserError(f"{file}: {unknown[0]}={json.dumps(given[unknown[0]])[:60]} is not understood")
 
 
-def _refuse(file: epath.Path, key: str, value: Any, why: str, most: int = 60) -> NoReturn:
-    raise UserError(f"{file}: {key}={json.dumps(value)[:most]} is not supported; {why}")
+def _refuse(file: epath.Path, key: str, value: Any, why: str) -> NoReturn:
+    raise UserError(f"{file}: {key}={json.dumps(value)[:90]} is not supported; {why}")
 
 
 def _rope(file: epath.Path, given: Config) -> tuple[float, tuple[float, ...], tuple[float, ...]]:
     """(rope_theta, rope_scaling, local_rope) of a ModelConfig."""
     old, new, local = given.rope_scaling or {}, given.rope_parameters or {}, given.rope_local_base_freq
-    kinds, every = given.layer_types, given.sliding_window_pattern
-    if is_local := "rope_local_base_freq" in FAMILIES[given.model_type].defaults:
+    is_local = "rope_local_base_freq" in FAMILIES[given.model_type].defaults
+    every = given.sliding_window_pattern
+    if given.layer_types is not None:
+        every = _interval(file, given, "layer_types", _FULL, _LOCAL if is_local else _FULL)
+    if is_local:
         if new and new.keys() != {_FULL, _LOCAL}:
             raise UserError(f"{file}: rope_parameters must be those of {_FULL} and of {_LOCAL}")
-        every = every if kinds is None else [*kinds, _FULL].index(_FULL) + 1
         local, scaling = _one_rope(file, given, new.get(_LOCAL, {}), local)
         if scaling:
             raise UserError(f"{file}: rope_parameters scale those of {_LOCAL}, which is not supported")
         new = new.get(_FULL, {})
-    if kinds is not None:
-        expected = _layer_types(len(kinds), every if is_local else 1)
-        if len(kinds) != given.num_hidden_layers or kinds != expected:
-            other = f", or {_LOCAL} except for every n-th" if is_local else ""
-            why = f"we read num_hidden_layers={given.num_hidden_layers} times {_FULL}{other}"
-            _refuse(file, "layer_types", kinds, why, most=90)
     rope, other = (_one_rope(file, given, said, given.rope_theta) for said in (old or new, new or old))
     if rope != other:
         raise UserError(f"{file}: rope_scaling and rope_parameters say different things; leave out one of them")
@@ -246,17 +237,21 @@ def _one_rope(file: epath.Path, given: Config, scaling: Any, theta: float) -> tu
     return theta, tuple(said[name] for name in names)
 
 
-def _layer_types(layers: int, every: int) -> list[str]:
-    return [_FULL if layer % every == 0 else _LOCAL for layer in range(1, layers + 1)]
+def _interval(file: epath.Path, given: Config, key: str, nth: Any, other: Any) -> int:
+    """n if every n-th layer is `nth` by the list under a key, and all others are `other`.
 
-
-def _no_rope_interval(file: epath.Path, kinds: list[int], layers: int) -> int:
-    """n if every n-th layer is without RoPE; entries beyond the number of layers are ignored."""
-    every = [*kinds, 0].index(0) + 1
-    if len(kinds) < layers or any(kind != bool(layer % every) for layer, kind in enumerate(kinds[:layers], 1)):
-        why = f"we read num_hidden_layers={layers} times 1, or 0 for every n-th"
-        _refuse(file, "no_rope_layers", kinds, why, most=90)
+    Entries beyond the number of layers are ignored.
+    """
+    kinds, layers = getattr(given, key), given.num_hidden_layers
+    every = [*kinds, nth].index(nth) + 1
+    if kinds[:layers] != _kinds(layers, every, nth, other):
+        why = f"we read num_hidden_layers={layers} times {other}"
+        _refuse(file, key, kinds, why if nth == other else f"{why}, or {nth} for every n-th")
     return every
+
+
+def _kinds(layers: int, every: int, nth: Any, other: Any) -> list[Any]:
+    return [other if layer % every else nth for layer in range(1, layers + 1)]
 
 
 def describe(c: ModelConfig, dtype: str, objective: str | None = None) -> dict[str, Any]:
@@ -271,7 +266,7 @@ def describe(c: ModelConfig, dtype: str, objective: str | None = None) -> dict[s
         theta, every = c.local_rope or (c.rope_theta, 1)
         local = {
             "rope_local_base_freq": theta,
-            "layer_types": _layer_types(c.num_hidden_layers, int(every)),
+            "layer_types": _kinds(c.num_hidden_layers, int(every), _FULL, _LOCAL),
             "sliding_window": c.max_position_embeddings,
             "query_pre_attn_scalar": c.query_pre_attn_scalar or c.head_dim,
         }

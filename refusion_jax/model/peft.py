@@ -59,7 +59,7 @@ def is_peft(path: epath.Path) -> bool:
 
 def base_of(path: epath.Path) -> epath.Path:
     """The directory of the model that adapters adapt; UserError if the file cannot be read or names none here."""
-    base = epath.Path(_read_config(path).base_model_name_or_path)
+    base = epath.Path(read_json(path / CONFIG, _Config, extra="ignore").base_model_name_or_path)
     if not base.is_dir():
         raise UserError(f"{path / CONFIG}: base_model_name_or_path={base} is not a directory here: put its path there")
     return base
@@ -70,7 +70,8 @@ def load(path: epath.Path, target: dict[str, Any], names: Mapping[str, str]) -> 
 
     `names` are those of the model's tensors, by ours.
     """
-    config, tensors, layers, known = _read_config(path), Tensors(path, WEIGHTS), {}, set()
+    config = read_json(path / CONFIG, _Config, extra="ignore")
+    tensors, layers, known = Tensors(path, WEIGHTS), {}, set()
     depth = range(target["layers"]["q_proj"].shape[0])
     found = [name for name in INPUTS if any(_their_name(names[name], "a", layer) in tensors.names for layer in depth)]
     for name in found:
@@ -116,10 +117,6 @@ def write(path: epath.Path, lora: Lora, adapters: dict[str, Any], base: epath.Pa
     }
     write_file(path / WEIGHTS, save(tensors, {"format": "pt", "objective": objective}))
     write_file(path / CONFIG, json.dumps(config, indent=2) + "\n")
-
-
-def _read_config(path: epath.Path) -> _Config:
-    return read_json(path / CONFIG, _Config, extra="ignore")
 
 
 def _their_name(tensor: str, side: str, layer: int) -> str:
