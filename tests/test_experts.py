@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from conftest import PROMPTS, all_but, causal, config_with, logits_of, settings, sharp_model, tiny_config, tiny_model
 from flax import nnx
-from test_huggingface import assert_same_tensors, saved
+from test_huggingface import saved
 from test_train_step import assert_same_training, train
 
 from refusion_jax import UserError, decode, load_model
@@ -129,19 +129,6 @@ def test_the_router_loss_is_that_of_transformers_over_real_tokens(tmp_path):
     _, load = load_model(tmp_path / "theirs").hidden_and_load(tokens, places, causal(real))
     found = jnp.sum(experts.balance(load.counts, CHOSEN) * load.probabilities)
     np.testing.assert_allclose(found, expected.aux_loss.numpy(), rtol=1e-5)
-
-
-@pytest.mark.parametrize("shape", [MOE | {"norm_topk_prob": False}, LLADA2], ids=lambda shape: shape["family"])
-@pytest.mark.thorough
-def test_a_directory_comes_back_to_the_bit_straight_to_a_mesh(shape, tmp_path):
-    path = saved(tmp_path / "theirs", **shape)
-    model = load_model(path)
-    assert dataclasses.asdict(model.config).items() >= shape.items()
-    huggingface.save(model, tmp_path / "ours")
-    assert_same_tensors(path, tmp_path / "ours")
-    split = load_model(path, mesh=sharding.make_mesh({"expert": 2, "fsdp": 2, "tensor": 2}))
-    assert split.layers.gate_proj.get_value().sharding.spec == sharding.spec("layers", "experts", "expert_embed", "mlp")
-    jax.tree.map(np.testing.assert_array_equal, *(nnx.to_pure_dict(nnx.state(m)) for m in (model, split)))
 
 
 def test_configs_and_adapters_that_cannot_be_are_refused_in_one_line():
