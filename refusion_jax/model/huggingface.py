@@ -45,8 +45,11 @@ def load_params(
     def read(part: Part, goal: jax.ShapeDtypeStruct) -> jax.Array:
         axes = len(part.index)
         place = jax.NamedSharding(goal.sharding.mesh, jax.sharding.PartitionSpec(*goal.sharding.spec[axes:]))
-        own = jax.ShapeDtypeStruct(goal.shape[axes:], goal.dtype, sharding=place)
-        placed = _place(part.ours(tensors.read(part.tensor, part.whole)), own)
+        tensor = part.ours(tensors.read(part.tensor, part.whole))
+        if tensor.shape != goal.shape[axes:]:
+            tensor = np.pad(tensor, ((0, goal.shape[0] - len(tensor)), (0, 0)))
+        # Otherwise the next tensor would be read while this one is still held.
+        placed = jax.device_put(tensor, place).astype(goal.dtype).block_until_ready()
         if not is_finite(placed):
             where = tensors.place_of(part.tensor)
             raise UserError(f"{where}: {part.tensor} holds values that are not finite as {goal.dtype}")
@@ -112,14 +115,6 @@ def names_of(path: epath.Path, releases: Releases) -> dict[str, str]:
         return NAMES
     config = read_config(path, releases)
     return tensor_names(config.model_type, config.names)
-
-
-def _place(tensor: np.ndarray, target: jax.ShapeDtypeStruct) -> jax.Array:
-    """The tensor on the devices, in the target's dtype; rows that are missing at the end become zeros."""
-    if tensor.shape != target.shape:
-        tensor = np.pad(tensor, ((0, target.shape[0] - tensor.shape[0]), (0, 0)))
-    placed = jax.device_put(tensor, target.sharding).astype(target.dtype)
-    return placed.block_until_ready()  # otherwise the next tensor would be read while this one is still held
 
 
 @jax.jit
