@@ -60,8 +60,7 @@ _TOKENIZER_FILES = (
 
 def mesh_over_all(hidden_size: int) -> jax.sharding.Mesh:
     """A mesh of the most devices that can split the weights evenly."""
-    parts = math.gcd(jax.device_count(), hidden_size)
-    return sharding.local_mesh(fsdp=parts)
+    return sharding.local_mesh(fsdp=math.gcd(jax.device_count(), hidden_size))
 
 
 def to_orbax(

@@ -32,29 +32,24 @@ def shortlisted_logits(
 
     The head has x's dtype, float32 or bfloat16, or is in int8; `rounded` is the same head, from `rounded_head`.
     """
-    per_token, per_row = sharding.spec("batch", None, None), sharding.spec("vocab", None)
-    run = sharding.on_each_chip(
-        lambda *args: _local(*args, rows),
-        (per_token, per_row, per_row),
-        sharding.spec("batch", None, "vocab"),
-    )
-    return run(x, head, rounded)
 
+    def on_chip(x, head, rounded):
+        (B, T, D), V = x.shape, head.shape[0]
+        x = x.reshape(B * T, D)
+        tokens = Int8Array.of(jnp.pad(x, ((0, max(_FEWEST - B * T, 0)), (0, 0))), [1]).values
+        over_inputs = (((1,), (1,)), ((), ()))
+        product = jax.lax.dot_general(tokens, rounded.values, over_inputs, preferred_element_type=jnp.int32)
+        score = product[: B * T].astype(jnp.float32) * rounded.scale.T  # the scale of a token does not change the order
+        best, index = jax.lax.approx_max_k(score, min(rows, V))  # [N, rows]; it always contains the best row
+        everywhere = sharding.all_gather(best, "vocab", axis=1)
+        least = jax.lax.top_k(everywhere, min(rows, everywhere.shape[1]))[0][:, -1:]
+        picked, scale = factors(jax.tree.map(lambda w: w[index], head), x.dtype)  # [N, rows, D], [N, rows, 1]
+        exact = jnp.einsum("nd,nkd->nk", x, picked).astype(jnp.float32)
+        exact = exact if scale is None else exact * scale[:, :, 0]
+        exact = jnp.where(best >= least, exact, -jnp.inf)
+        put = jax.vmap(lambda at, logit: jnp.full((V,), -jnp.inf).at[at].set(logit, unique_indices=True))
+        return put(index, exact).reshape(B, T, V)
 
-def _local(x, head, rounded, rows: int) -> jax.Array:
-    """`shortlisted_logits` of one chip's tokens and rows of the head."""
-    B, T, D = x.shape
-    V = head.shape[0]
-    x = x.reshape(B * T, D)
-    tokens = Int8Array.of(jnp.pad(x, ((0, max(_FEWEST - B * T, 0)), (0, 0))), [1]).values
-    product = jax.lax.dot_general(tokens, rounded.values, (((1,), (1,)), ((), ())), preferred_element_type=jnp.int32)
-    score = product[: B * T].astype(jnp.float32) * rounded.scale.T  # the scale of a token does not change the order
-    best, index = jax.lax.approx_max_k(score, min(rows, V))  # [N, rows]; it always contains the best row
-    everywhere = sharding.all_gather(best, "vocab", axis=1)
-    least = jax.lax.top_k(everywhere, min(rows, everywhere.shape[1]))[0][:, -1:]
-    picked, scale = factors(jax.tree.map(lambda w: w[index], head), x.dtype)  # [N, rows, D], [N, rows, 1]
-    exact = jnp.einsum("nd,nkd->nk", x, picked).astype(jnp.float32)
-    exact = exact if scale is None else exact * scale[:, :, 0]
-    exact = jnp.where(best >= least, exact, -jnp.inf)
-    put = jax.vmap(lambda at, logit: jnp.full((V,), -jnp.inf).at[at].set(logit, unique_indices=True))
-    return put(index, exact).reshape(B, T, V)
+    per_row = sharding.spec("vocab", None)
+    specs = sharding.spec("batch", None, None), per_row, per_row
+    return sharding.on_each_chip(on_chip, specs, sharding.spec("batch", None, "vocab"))(x, head, rounded)

@@ -204,7 +204,7 @@ def _put(stacked: jax.Array, layer: jax.Array, index: tuple[int, ...]) -> jax.Ar
 
 def read_dtype(path: epath.Path) -> str:
     """The dtype that holds a directory's weights without rounding: "bfloat16" if all are in it, else "float32"."""
-    return "bfloat16" if Tensors(path).dtype == jnp.bfloat16 else "float32"
+    return "bfloat16" if Tensors(path).dtypes == {"BF16"} else "float32"
 
 
 def save(model: Transformer, path: epath.PathLike, objective: str | None = None) -> None:

@@ -85,11 +85,6 @@ def in_dtype(weights: Any, dtype: jnp.dtype) -> Any:
     return jax.tree.map(lambda w: w if is_rounded(w) else w.astype(dtype), weights, is_leaf=is_rounded)
 
 
-def stored_like(x: Float[Array, "B T K H"], cached: "Array | Int8Array") -> "Array | Int8Array":
-    """Keys or values in the format of a cache: rounded if the cache is."""
-    return type(cached).of(x, [-1]) if is_rounded(cached) else x
-
-
 def is_rounded(x: Any) -> bool:
     """Whether x is an array in int8 or int4; for `is_leaf`."""
     return isinstance(x, Int8Array)

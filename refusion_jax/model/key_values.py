@@ -13,7 +13,7 @@ from jaxtyping import Array, Bool, Float, Int32
 
 from refusion_jax.distributed import sharding
 from refusion_jax.model.attention import cached_attention
-from refusion_jax.model.int8 import Int4Array, Int8Array, is_rounded, stored_like
+from refusion_jax.model.int8 import Int4Array, Int8Array, is_rounded
 from refusion_jax.model.ragged import Ragged
 from refusion_jax.model.shape import ModelConfig
 
@@ -84,7 +84,9 @@ def _by_parts(cached, length, visible, ragged, before: int) -> Callable:
     visible = ragged.tiles(ragged.pack(visible))  # [tiles, Q, T]
 
     def attend(q, k, v, layer):
-        new = KeyValues(stored_like(k, cached.keys), stored_like(v, cached.values))
+        new = KeyValues(k, v)
+        if is_rounded(cached.keys):
+            new = jax.tree.map(lambda x: type(cached.keys).of(x, [-1]), new)
         q, seen = ragged.tiles(q), jax.tree.map(ragged.keys_of_tiles, new)
 
         def over(size):

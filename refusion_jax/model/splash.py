@@ -93,14 +93,10 @@ def _attend(
     first = (jnp.arange(len(q)) * (jnp.max(k_segments) + 1))[:, None]
     q_segments, k_segments = q_segments + first, k_segments + first
     segments = splash.SegmentIds(q_segments.ravel(), k_segments.ravel())
+    rows = (x.reshape(-1, *x.shape[2:]).swapaxes(0, 1) for x in (q, k, v))  # concatenated: [N, B*T, H]
     with jax.named_scope(f"rows_{len(q)}_tiles_{tiles}"):  # a name that stays: planning/costs.py reads it
-        heads = of_documents(kernel, q_segments, k_segments)(*(_joined(x) for x in (q, k, v)), segments)
+        heads = of_documents(kernel, q_segments, k_segments)(*rows, segments)
     return heads.swapaxes(0, 1).reshape(q.shape)
-
-
-def _joined(x: Float[Array, "B T N H"]) -> Float[Array, "N B*T H"]:
-    """Concatenates the rows to one."""
-    return x.reshape(-1, *x.shape[2:]).swapaxes(0, 1)
 
 
 def of_documents(kernel: Kernel, q_segments: Int32[Array, "B S"], k_segments: Int32[Array, "B T"]) -> Kernel:

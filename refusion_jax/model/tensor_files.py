@@ -73,10 +73,9 @@ class Tensors:
         return set(self._entries)
 
     @property
-    def dtype(self) -> np.dtype:
-        """The widest dtype of the tensors; float32 if none has floats, which is refused when it is read."""
-        found = {entry.dtype for _, _, entry in self._entries.values()}
-        return np.dtype(next((dtype for name, dtype in DTYPES.items() if name in found), np.float32))
+    def dtypes(self) -> set[str]:
+        """Those of the tensors that we read, by their names in the files."""
+        return {entry.dtype for _, _, entry in self._entries.values()} & DTYPES.keys()
 
     def read(self, name: str, shape: tuple[int, ...]) -> np.ndarray:
         """One tensor; UserError if it does not exist, has another shape or holds no floats."""
