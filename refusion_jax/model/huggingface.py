@@ -4,6 +4,7 @@ Their weights are [out, in], one tensor per layer; ours are [in, out] with separ
 A tensor may hold several of our weights, one after the other along `out`. `layout` has what corresponds to what.
 """
 
+import collections
 import functools
 import json
 import math
@@ -25,7 +26,6 @@ from refusion_jax.distributed.storage import replacing, write_file
 from refusion_jax.model.families import FAMILIES, NAMES
 from refusion_jax.model.huggingface_config import NONE, Releases, describe, is_huggingface, read_config
 from refusion_jax.model.lora import INPUTS
-from refusion_jax.model.shape import ModelConfig
 from refusion_jax.model.tensor_files import INDEX, Tensors
 from refusion_jax.model.transformer import Transformer
 
@@ -212,8 +212,13 @@ def save(model: Transformer, path: epath.PathLike, objective: str | None = None)
 
     The model's dtype is the one written; `path` must be empty or is created; `objective` is the system that trained it.
     """
-    path = epath.Path(path)
-    tensors = _their_tensors(nnx.to_pure_dict(nnx.state(model)), model.config)
+    path, params = epath.Path(path), nnx.to_pure_dict(nnx.state(model))
+    weights = flatten_dict(params)
+    # Of each tensor the parts, each with the weight that it is a part of.
+    tensors: dict[str, list[tuple[Part, jax.Array]]] = collections.defaultdict(list)
+    for name, parts in layout(params, model.config.family, {}, model.config.vocab_size):
+        for part in parts:
+            tensors[part.tensor].append((part, weights[name]))
     sizes = {name: math.prod(part.whole) * weight.dtype.itemsize for name, [(part, weight), *_] in tensors.items()}
     shards: list[list[str]] = []
     left = 0
@@ -237,18 +242,8 @@ def save(model: Transformer, path: epath.PathLike, objective: str | None = None)
         weight_map |= dict.fromkeys(names, file)
     index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": dict(sorted(weight_map.items()))}
     write_file(path / INDEX, json.dumps(index, indent=2) + "\n")
-    described = describe(model.config, str(jax.tree.leaves(nnx.state(model))[0].dtype), objective)
+    described = describe(model.config, str(jax.tree.leaves(params)[0].dtype), objective)
     write_file(path / "config.json", json.dumps(described, indent=2) + "\n")
-
-
-def _their_tensors(params: dict[str, Any], config: ModelConfig) -> dict[str, list[tuple[Part, jax.Array]]]:
-    """By Hugging Face name, the parts of a tensor with the weights that they are parts of."""
-    found: dict[str, list[tuple[Part, jax.Array]]] = {}
-    weights = flatten_dict(params)
-    for path, parts in layout(params, config.family, {}, config.vocab_size):
-        for part in parts:
-            found.setdefault(part.tensor, []).append((part, weights[path]))
-    return found
 
 
 def _on_host(parts: list[tuple[Part, jax.Array]]) -> np.ndarray:
