@@ -311,7 +311,13 @@ def test_a_tensor_stands_in_one_place_and_in_that_of_the_index(tmp_path):
     save_file({"x": tensor}, tmp_path / "model.safetensors")
     refused({"x": names[0], "a": names[0], "b": names[1]}, "two models, model.safetensors and that of model")
     index.unlink()
-    save_file({"x": tensor.astype(ml_dtypes.float8_e4m3fn)}, tmp_path / "model.safetensors")
+    file, entry = tmp_path / "model.safetensors", {"dtype": "F32", "shape": [2, 2], "data_offsets": [0, 4]}
+    for header in ({"x": entry}, {"": {}}):
+        content = json.dumps(header).encode()
+        file.write_bytes(len(content).to_bytes(8, "little") + content + bytes(4))
+        with pytest.raises(UserError, match="model.safetensors is damaged: "):
+            Tensors(tmp_path).read("x", (2, 2))
+    save_file({"x": tensor.astype(ml_dtypes.float8_e4m3fn)}, file)
     assert huggingface.read_dtype(epath.Path(tmp_path)) == "float32"  # and `load_params` names the tensor
 
 

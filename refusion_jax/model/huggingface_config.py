@@ -244,7 +244,7 @@ def _interval(file: epath.Path, given: Config, key: str, nth: Any, other: Any) -
     """
     kinds, layers = getattr(given, key), given.num_hidden_layers
     every = [*kinds, nth].index(nth) + 1
-    if kinds[:layers] != _kinds(layers, every, nth, other):
+    if len(kinds) < layers or kinds[:layers] != _kinds(layers, every, nth, other):
         why = f"we read num_hidden_layers={layers} times {other}"
         _refuse(file, key, kinds, why if nth == other else f"{why}, or {nth} for every n-th")
     return every

@@ -11,7 +11,7 @@ import numpy as np
 import pydantic
 from etils import epath
 
-from refusion_jax.cli.errors import UserError
+from refusion_jax.cli.errors import UserError, refusing
 from refusion_jax.distributed.json_files import parse_json, read_json
 from refusion_jax.distributed.storage import opened
 
@@ -63,7 +63,8 @@ class Tensors:
             content = data.read(min(size, _LONGEST_HEADER))
         header = parse_json(content, dict[str, _Entry | dict[str, str]], f"{path} is damaged") if content else {}
         self.metadata |= header.pop("__metadata__", {})
-        end = max((entry.data_offsets[1] for entry in header.values()), default=0)
+        with refusing(f"{path} is damaged"):
+            end = max((entry.data_offsets[1] for entry in header.values()), default=0)
         if 8 + size + end != path.stat().length:
             raise UserError(f"{path} is damaged: it is not as long as its header says")
         self._entries |= {name: (file, 8 + size, entry) for name, entry in header.items()}
@@ -89,7 +90,9 @@ class Tensors:
             raise UserError(f"{path}: {name} has shape {found}, but config.json makes it {shape}")
         with opened(path) as data:
             data.seek(start + begin)
-            return np.frombuffer(data.read(end - begin), DTYPES[entry.dtype]).reshape(shape)
+            content = data.read(end - begin)
+        with refusing(f"{path} is damaged"):
+            return np.frombuffer(content, DTYPES[entry.dtype]).reshape(shape)
 
     def place_of(self, name: str) -> epath.Path:
         return self._directory / self._entries[name][0]
