@@ -58,19 +58,17 @@ def run(
         if HELP_FLAGS & set(argv):
             print(_help(argv, help_texts, hidden))
             sys.exit(0)
-        if rest := parse_with_config(flags.FLAGS, argv, names)[1:]:
-            raise UserError(f"unexpected argument {rest[0]!r}: every setting is a --flag")
-        check_values(flags.FLAGS)
+        parse_flags(flags.FLAGS, argv, names)
         return argv[:1]
 
     guard(lambda: app.run(lambda _: guard(main), flags_parser=parse))
 
 
-def parse_with_config(
+def parse_flags(
     values: flags.FlagValues, argv: Sequence[str], names: Callable[[], Iterable[str]] | None = None
-) -> list[str]:
-    """Parses flags, runs the file of --config if given, and returns the remaining arguments; `names` as for `run`."""
-    if missing := config_fault(argv[1:], ()):  # ml_collections reports it only when the config is used
+) -> None:
+    """Parses and checks flags, and runs the file of --config if given; `names` as for `run`, of flags with a config."""
+    if names and (missing := config_fault(argv[1:], ())):  # ml_collections reports it only when the config is used
         raise missing
     keeps, sys.dont_write_bytecode = sys.dont_write_bytecode, True  # otherwise a config file would get a __pycache__
     try:
@@ -79,10 +77,12 @@ def parse_with_config(
     except KeyboardInterrupt:
         raise
     except BaseException as error:  # a config file is the user's own program, and may raise anything
-        fault = config_fault(argv[1:], names() if names else ())
-        if isinstance(error, flags.UnrecognizedFlagError):  # absl would suggest its own, too
+        fault = config_fault(argv[1:], names()) if names else None
+        if isinstance(error, flags.UnrecognizedFlagError):
+            # absl would suggest its own flags, too, and none where the prefix of a name is missing.
             ours = [name for name in values if not values.find_module_defining_flag(name).startswith("absl.")]
-            error = _unrecognized(error, [*ours, "help", "flagfile"])
+            near = difflib.get_close_matches(error.flagname, [*ours, "help", "flagfile"])
+            error = flags.UnrecognizedFlagError(error.flagname, suggestions=near)
         is_ours = isinstance(error, flags.Error | UserError)
         raise fault or (
             error if is_ours else UserError(f"{config_flag(argv)}: {type(error).__name__}: {error}")
@@ -90,10 +90,11 @@ def parse_with_config(
     finally:
         sys.dont_write_bytecode = keeps
     logging.set_verbosity(logging.WARNING)
-    given = values["config"] if "config" in values else None
-    if given is not None and given.present and not isinstance(given.value, ml_collections.ConfigDict):
+    if names and values["config"].present and not isinstance(values["config"].value, ml_collections.ConfigDict):
         raise UserError(f"{config_flag(argv)}: get_config() must return a config made from default_config()")
-    return rest
+    if rest[1:]:
+        raise UserError(f"unexpected argument {rest[1]!r}: every setting is a --flag")
+    check_values(values)
 
 
 def run_part(command: str, story: str, parts: Mapping[str, str]) -> None:
@@ -113,19 +114,8 @@ def run_part(command: str, story: str, parts: Mapping[str, str]) -> None:
     if HELP_FLAGS & set(rest):
         print(help_page(part.__doc__, [own[flag] for flag in own]))
         return
-    try:
-        unexpected = own([f"{command} {name}", *rest])[1:]
-    except flags.UnrecognizedFlagError as error:
-        raise _unrecognized(error, [*own, "help", "flagfile"]) from error
-    if unexpected:
-        raise UserError(f"unexpected argument {unexpected[0]!r}: every setting is a --flag")
-    check_values(own)
+    parse_flags(own, [f"{command} {name}", *rest])
     part.main(own)
-
-
-def _unrecognized(error: flags.UnrecognizedFlagError, known: list[str]) -> flags.UnrecognizedFlagError:
-    """The error with other suggestions than absl's, which has none for a flag whose prefix is missing."""
-    return flags.UnrecognizedFlagError(error.flagname, suggestions=difflib.get_close_matches(error.flagname, known))
 
 
 def read_arguments(arguments: Sequence[str]) -> list[str]:

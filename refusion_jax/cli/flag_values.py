@@ -8,7 +8,7 @@ from absl import flags
 from etils import epath
 
 from refusion_jax.cli.errors import UserError, check_characters
-from refusion_jax.cli.paths import STORES, is_remote, is_text, names_no_store
+from refusion_jax.cli.paths import STORES, is_remote, names_no_store
 
 # Flags that name a file or directory, in any command.
 _PATHS = {
@@ -23,7 +23,7 @@ def check_values(values: flags.FlagValues) -> None:
     for name in values:  # settings have their own limits
         value = values[name].value
         for text in value if isinstance(value, list) else [value]:
-            if isinstance(text, str) and "." not in name and name not in _PATHS - {"stop"}:
+            if isinstance(text, str) and "." not in name and name != "input":  # file names can be any bytes
                 check_characters(text, f"--{name}")
         if "." not in name and isinstance(value, int | float) and not -(2**32) < value < 2**32:
             raise UserError(f"--{name}={str(value)[:60]}: must be a number between -2^32 and 2^32")
@@ -37,8 +37,6 @@ def check_values(values: flags.FlagValues) -> None:
                     raise UserError(f"--{name}={path}: {why}")
                 if is_remote(path):
                     check_reachable(name, path)
-                elif name != "input" and not is_text(path):
-                    raise UserError(f"--{name}={path}: {os.path.abspath(path)} is not UTF-8; give it another name")
 
 
 def check_reachable(flag: str, path: str) -> None:

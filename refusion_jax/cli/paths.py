@@ -12,11 +12,6 @@ def is_remote(path: epath.PathLike) -> bool:
     return "://" in os.fspath(path)
 
 
-def is_text(path: epath.PathLike) -> bool:
-    """Whether the absolute path is UTF-8; other paths cannot be passed to C++ libraries."""
-    return is_remote(path) or not any("\udc80" <= c <= "\udcff" for c in os.path.abspath(path))
-
-
 def names_no_store(text: str) -> str:
     """What is wrong with a path, or comma-separated paths, neither local nor in a known store; "" if nothing is."""
     elsewhere = [path for path in map(str.strip, text.split(",")) if not path.startswith(STORES)]

@@ -43,6 +43,7 @@ from refusion_jax.benchmarks.headline.speed_proxy import read_shape
 from refusion_jax.cli import command, flag_values
 from refusion_jax.cli.errors import UserError
 from refusion_jax.config import check
+from refusion_jax.config.keys import keys
 from refusion_jax.distributed.storage import write_file
 from refusion_jax.systems.registry import decoders_for, find_system, trainable
 
@@ -129,6 +130,6 @@ def _read_config(file: str) -> ml_collections.ConfigDict:
     """The config in FILE or FILE:VARIANT."""
     holder = flags.FlagValues()
     config_flags.DEFINE_config_file("config", None, flag_values=holder)
-    command.parse_with_config(holder, ["bench headline", command.find_config(f"--config={file}")])
+    command.parse_flags(holder, ["bench headline", command.find_config(f"--config={file}")], keys)
     check(holder.config)
     return holder.config
