@@ -284,17 +284,11 @@ def test_a_file_is_read_as_the_declared_type(tmp_path):
     ("content", "said"),
     [
         (GOOD.replace(b"1,", b'"1",'), "share: Input should be a valid number"),
-        (GOOD.replace(b"true", b"1"), "flag: Input should be a valid boolean"),
-        (GOOD.replace(b"2}", b"1.5}"), "counts.a: Input should be a valid integer"),
-        (GOOD.replace(b'[{"name": "x"}]', b"{}"), "parts: Input should be a valid array"),
         (GOOD.replace(b'"name": "x"', b""), "parts.0.name: Field required"),
         (GOOD.replace(b'"name": "x"', b'"name": "x", "more": 1'), "parts.0.more: is unknown to this version; a newer"),
         (b'{\n"share": 1\n"flag"', "Invalid JSON: expected `,` or `}` at line 3 column 1"),
         (b'{"share": "\xff"}', "Invalid JSON: .*unicode"),
-        (b'{"share": "\\ud800"}', "Invalid JSON: .*hex escape"),
         (b"[" * 100_000, "Invalid JSON: recursion limit"),
-        (b"9" * 5000, "Invalid JSON: number out of range"),
-        (b"", "Invalid JSON: EOF"),
     ],
 )
 def test_what_is_not_of_the_type_is_one_line_that_names_file_and_field(tmp_path, content, said):

@@ -116,27 +116,10 @@ BAD = {
         [*TRAIN, NEW, "--config.data.path={dir}"],
         "--workdir={dir}/new: lies in --config.data.path={dir}, or",
     ),
-    "tokenizer in its corpus": (
-        ["train_tokenizer", "--input={dir}/taken", "--output={dir}/taken/t.model"],
-        "t.model: lies in --input={dir}/taken, or",
-    ),
     "tokenizer of nothing": (["train_tokenizer", "--input={dir}/none.txt", "--output={dir}/t.model"], "does not exist"),
     "goodput of nothing": (["goodput", "--workdir={dir}"], "holds no events.jsonl of a training run"),
     "no adapters": ([*TRAIN, NEW, "--config.lora.alpha=2"], "alpha=2.0: has no effect without --config.lora.rank"),
-    "no decay": ([*TRAIN, NEW, "--config.decay_steps=2"], "=2: has no effect without --config.schedule=wsd"),
     "other objective": ([*TRAIN, NEW, "--config.llada.shuffle=1"], "=True: has no effect without --config.objective"),
-    "no families": ([*TRAIN, NEW, "--config.data.difficulty=2"], "=2: has no effect without --config.data.path=fam"),
-    "no tasks": ([*TRAIN, NEW, "--config.eval.include_path=."], "=.: has no effect without --config.eval.tasks"),
-    "no tasks to decode": ([*TRAIN, NEW, "--config.eval.decode=top_k=4"], "has no effect without --config.eval.tasks"),
-    "no moments": (
-        [*TRAIN, NEW, "--config.optimizer=adafactor", "--config.beta1=0.8"],
-        "--config.beta1=0.8: has no effect without --config.optimizer=adamw or muon",
-    ),
-    "no end of the schedule": (
-        [*TRAIN, NEW, "--config.schedule=constant", "--config.final_lr_ratio=0.5"],
-        "ratio=0.5: has no effect without --config.schedule=cosine",
-    ),
-    "fields of problems": ([*TRAIN, NEW, "--config.data.text_field=x"], "=x: has no effect without --config.data.path"),
     "turns of prepared data": (
         [*TRAIN, NEW, DATA + "prepared", "--config.data.turns=all"],
         "turns=all: has no effect without --config.data.path=FILES (`prepare` has a flag of this name)",
@@ -276,13 +259,7 @@ BAD = {
         [*PLAN, "--what=decode", "--rows_per_chip=64"],
         "--rows_per_chip: cannot be used with --what=decode",
     ),
-    "decoding for training": ([*PLAN, "--decode.batch_size=4"], "--decode.batch_size: cannot be used with --what=tr"),
     "a kind of foreign program": ([*DUMP, "--what=decode"], "--what: cannot be used with --hlo"),
-    "decoding for a foreign program": (
-        [*DUMP, "--decode.batch_size=4"],
-        "--decode.batch_size: cannot be used with --hlo",
-    ),
-    "size of bench decode": (["bench", "decode", "--decode.batch_size=7"], "flag 'decode.batch_size'. Did you mean: "),
     "length of bench decode": (
         ["bench", "decode", "--max_new_tokens=7"],
         "flag 'max_new_tokens'. Did you mean: decode.max_new_tokens ?\n",

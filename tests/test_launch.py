@@ -30,14 +30,30 @@ DELETED = ["delete", "tpu", "--force", "--quiet", PLACE]
 ABSENT = (1, "ERROR: NOT_FOUND: no such thing")
 
 
+def write_script(path: Path, lines: str) -> None:
+    """Writes lines of shell that can be run by their path."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(f"#!/bin/sh\n{lines}\n")
+    path.chmod(0o755)
+
+
 @pytest.fixture
 def gcloud(tmp_path):
     """A directory of the stub's; its bin/ is to be on PATH."""
-    (tmp_path / "bin").mkdir()
-    stub = tmp_path / "bin" / "gcloud"
-    stub.write_text(f'#!/bin/sh\nexec {sys.executable} {ROOT / "tests" / "gcloud_stub.py"} "$@"\n')
-    stub.chmod(0o755)
+    write_script(tmp_path / "bin" / "gcloud", f'exec {sys.executable} {ROOT / "tests" / "gcloud_stub.py"} "$@"')
     return tmp_path
+
+
+@pytest.fixture
+def worker(tmp_path):
+    """Runs the commands of worker.sh on a machine whose home is this directory, and gives their exit codes."""
+    shutil.copytree(ROOT / "launch", tmp_path / "launch")
+
+    def call(*arguments: str, **variables: str) -> int:
+        line = ["bash", str(tmp_path / "launch" / "worker.sh"), *arguments]
+        return subprocess.run(line, env=os.environ | variables, timeout=60).returncode
+
+    return call
 
 
 def start(gcloud, *arguments: str, poll: str = "0.2") -> subprocess.Popen:
@@ -114,24 +130,16 @@ def test_a_run_asks_for_the_tpu_waits_for_it_and_trains_on_all_workers(gcloud):
     assert calls(gcloud) == [SEEN, [*CREATED, PLACE], SEEN, SEEN, SEEN, *SET_UP, STARTED, remote("wait")]
 
 
-def test_dry_run_prints_the_calls_and_makes_none(gcloud):
+def test_dry_run_prints_the_calls_makes_none_and_removes_nothing(gcloud, monkeypatch):
+    monkeypatch.setenv("TMPDIR", str(gcloud))
     out, _ = tpu_vm(gcloud, "run", "tpu", *ASKED, "--project=p", "--slices=2", "--dry-run", "--", *TRAIN)
-    assert not (gcloud / "calls.jsonl").exists()
-    assert not (gcloud / "refusion_jax").exists()
+    assert [path.name for path in gcloud.iterdir()] == ["bin"]
     lines = [line for line in out.splitlines() if line.startswith("gcloud compute tpus queued-resources ")]
     assert [line.split()[4] for line in lines] == "describe create describe scp ssh ssh ssh".split()
     packed = re.search(r"^tar -czf (\S+)", out, re.M)[1]
     assert packed in lines[3]
     assert "--node-count=2 --node-prefix=tpu" in lines[1]
     assert all(line.rstrip().endswith("--zone=us-east5-a --project=p") for line in lines)
-
-
-def test_a_dry_run_that_cannot_be_printed_removes_nothing(gcloud):
-    line = ["bash", str(ROOT / "launch" / "tpu_vm.sh"), "setup", "tpu", PLACE, "--dry_run"]
-    env = os.environ | {"TMPDIR": str(gcloud), "XDG_STATE_HOME": str(gcloud), "POLL_SECONDS": "0"}
-    with open("/dev/full", "w") as full:
-        assert subprocess.run(line, env=env, stdout=full, stderr=subprocess.DEVNULL, timeout=60).returncode == 1
-    assert (gcloud / "bin" / "gcloud").exists()
 
 
 def test_flags_of_gcloud_go_to_create_as_they_are_and_are_remembered(gcloud):
@@ -237,34 +245,25 @@ def test_an_error_of_the_run_itself_is_never_tried_again(gcloud, code):
 @pytest.mark.parametrize(
     ("ended", "said"), [("75", 75), ("137", 254), ("143", 254), (None, 254), ("1", 0), ("134", 0), ("0", 0)]
 )
-def test_a_worker_says_whether_it_is_to_be_started_again(tmp_path, ended, said):
-    shutil.copytree(ROOT / "launch", tmp_path / "launch")
+def test_a_worker_says_whether_it_is_to_be_started_again(worker, tmp_path, ended, said):
     if ended:
         (tmp_path / "train.exit").write_text(f"{ended}\n")
-    line = ["bash", str(tmp_path / "launch" / "worker.sh"), "lost"]
-    assert subprocess.run(line, timeout=60).returncode == said
+    assert worker("lost") == said
 
 
-def test_a_worker_installs_the_locked_versions_once_and_again_after_a_failure_or_a_change(tmp_path):
-    shutil.copytree(ROOT / "launch", tmp_path / "launch")
+def test_a_worker_installs_the_locked_versions_once_and_again_after_a_failure_or_a_change(worker, tmp_path):
     begun, path = tmp_path / ".venv" / "bin", tmp_path / "path"  # an interrupted `python -m venv` leaves no pip
-    for folder, name, line in [
-        (begun, "python", ""),
-        (path, "python3", f"[ $1 = -c ] || cp {path}/pip .venv/bin/pip\n"),
-        (path, "pip", 'echo "$*" >>calls\n[ ! -e broken ]\n'),
-    ]:
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / name).write_text(f"#!/bin/sh\n{line}")
-        (folder / name).chmod(0o755)
+    write_script(begun / "python", "")
+    write_script(path / "python3", f"[ $1 = -c ] || cp {path}/pip .venv/bin/pip")
+    write_script(path / "pip", 'echo "$*" >>calls\n[ ! -e broken ]')
     for name in ("requirements.txt", "pyproject.toml", "broken"):
         (tmp_path / name).touch()
 
     def install() -> tuple[int, list[str]]:
         (tmp_path / "calls").write_text("")
-        env = os.environ | {"PATH": f"{path}:{os.environ['PATH']}"}
-        done = subprocess.run(["bash", str(tmp_path / "launch" / "worker.sh"), "install"], env=env, timeout=60)
+        code = worker("install", PATH=f"{path}:{os.environ['PATH']}")
         calls = (tmp_path / "calls").read_text().splitlines()
-        return done.returncode, [call.removeprefix("install --quiet --disable-pip-version-check ") for call in calls]
+        return code, [call.removeprefix("install --quiet --disable-pip-version-check ") for call in calls]
 
     lock, project = "--require-hashes --requirement launch/requirements.lock", "--editable .[tpu]"
     assert install() == (1, [lock])
@@ -276,46 +275,36 @@ def test_a_worker_installs_the_locked_versions_once_and_again_after_a_failure_or
     assert install() == (0, [lock, project])
 
 
-def test_a_worker_with_an_old_python_begins_again_after_an_interrupted_uv(tmp_path):
-    shutil.copytree(ROOT / "launch", tmp_path / "launch")
+def test_a_worker_with_an_old_python_begins_again_after_an_interrupted_uv(worker, tmp_path):
     for file in [".venv/bin/python", *(f"path/python3{minor}" for minor in ("", ".13", ".12", ".11"))]:
-        (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / file).write_text('#!/bin/sh\n[ $1 = -m ] && [ ! -e .venv ] && echo "$*" >>calls\n')
-        (tmp_path / file).chmod(0o755)
-    env = os.environ | {"PATH": f"{tmp_path / 'path'}:/usr/bin:/bin"}
-    subprocess.run(["bash", str(tmp_path / "launch" / "worker.sh"), "install"], env=env, timeout=60)
+        write_script(tmp_path / file, '[ $1 = -m ] && [ ! -e .venv ] && echo "$*" >>calls')
+    worker("install", PATH=f"{tmp_path / 'path'}:/usr/bin:/bin")
     calls = (tmp_path / "calls").read_text().splitlines()
     assert calls == ["-m pip install --quiet --user uv", "-m uv venv --quiet --seed --python 3.11 .venv"]
 
 
-def test_a_worker_that_is_started_again_lets_the_run_save_first(tmp_path):
-    shutil.copytree(ROOT / "launch", tmp_path / "launch")
-    python = tmp_path / ".venv" / "bin" / "python"  # trains until it is told to save
-    python.parent.mkdir(parents=True)
-    python.write_text("#!/bin/sh\ntrap 'echo saved; exit 75' TERM\necho training; while :; do sleep 0.1; done\n")
-    python.chmod(0o755)
-    line, log = ["bash", str(tmp_path / "launch" / "worker.sh")], tmp_path / "train.log"
+UNTIL_TOLD_TO_SAVE = "trap 'echo saved; exit 75' TERM; echo training; while :; do sleep 0.1; done"
+
+
+def test_a_worker_that_is_started_again_lets_the_run_save_first(worker, tmp_path):
+    write_script(tmp_path / ".venv" / "bin" / "python", UNTIL_TOLD_TO_SAVE)
+    log = tmp_path / "train.log"
     for starts in (1, 2):
-        subprocess.run([*line, "start"], check=True, timeout=60)
+        assert worker("start") == 0
         wait_until(lambda n=starts: log.read_text().count("training") == n)
-    subprocess.run([*line, "stop"], check=True, timeout=60)
+    assert worker("stop") == 0
     assert log.read_text() == "training\nsaved\n" * 2
 
 
-def test_what_a_worker_prints_is_in_the_bucket_before_its_machine_is_gone(store, tmp_path, monkeypatch):
-    monkeypatch.setenv("LOG_SECONDS", "1")
-    shutil.copytree(ROOT / "launch", tmp_path / "launch")
-    python = tmp_path / ".venv" / "bin" / "python"
-    python.parent.mkdir(parents=True)
-    train = "trap 'echo saved; exit 75' TERM; echo training; while :; do sleep 0.1; done"
-    python.write_text(f'#!/bin/sh\n[ $1 = -m ] || PYTHONPATH={ROOT} exec {sys.executable} "$@"\n{train}\n')
-    python.chmod(0o755)
-    line, name = ["bash", str(tmp_path / "launch" / "worker.sh")], f"run/logs/{platform.node()}.log"
+def test_what_a_worker_prints_is_in_the_bucket_before_its_machine_is_gone(worker, store, tmp_path):
+    copies = f'[ $1 = -m ] || PYTHONPATH={ROOT} exec {sys.executable} "$@"'
+    write_script(tmp_path / ".venv" / "bin" / "python", f"{copies}\n{UNTIL_TOLD_TO_SAVE}")
+    name = f"run/logs/{platform.node()}.log"
     for end in ("stop", "shutdown"):  # as `delete` does, and as a machine that is shut down: to all of its processes
-        subprocess.run([*line, "start", "--workdir=gs://bucket/run"], check=True, timeout=60)
+        assert worker("start", "--workdir=gs://bucket/run", LOG_SECONDS="1") == 0
         wait_until(lambda: store.objects.get(name, ["", b""])[1].endswith(b"training\n"))
         if end == "stop":
-            subprocess.run([*line, end], check=True, timeout=60)
+            assert worker(end) == 0
             assert store.objects[name][1] == b"training\nsaved\n"
         else:
             os.killpg(os.getsid(int((tmp_path / "train.pid").read_text())), signal.SIGTERM)

@@ -11,10 +11,11 @@ from refusion_jax.checkpoints.contents import choose_method, find_tokenizer, loc
 from refusion_jax.cli.errors import SettingError, UserError, naming
 from refusion_jax.config import check_steps, default_config, make_objective
 from refusion_jax.config.keys import keys
-from refusion_jax.config.run_config import absolute_path, read_config
+from refusion_jax.config.run_config import read_config
 from refusion_jax.data.fast_tokenizer import first_difference
 from refusion_jax.data.interface import Tokenizer
 from refusion_jax.data.tokenizer import MASK_PIECE
+from refusion_jax.distributed.storage import absolute
 from refusion_jax.model.shape import OPTIONAL, ModelConfig
 from refusion_jax.systems.registry import find_system
 
@@ -50,7 +51,7 @@ def adopt_shape(config: ml_collections.ConfigDict, workdir: epath.Path | None = 
         own = None if began else find_tokenizer(source)
         if config.lora.rank and not began:
             config.init_from = str(locate(source).path)
-    if config.lora.rank and began and epath.Path(began.init_from).is_relative_to(absolute_path(config.init_from)):
+    if config.lora.rank and began and epath.Path(began.init_from).is_relative_to(absolute(config.init_from)):
         config.init_from = began.init_from
     if config.data.mask_piece == MASK_PIECE and (began or (own and not own.adds_mask)):
         config.data.mask_piece = began.data.mask_piece if began else own.name_of(own.mask_id)

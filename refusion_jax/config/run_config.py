@@ -1,7 +1,6 @@
 """The config in a run's directory: written when the run starts, compared when it is started again."""
 
 import json
-import os
 from collections.abc import Collection, Sequence
 
 import jax
@@ -10,14 +9,13 @@ from etils import epath
 
 from refusion_jax.checkpoints.run_directory import write_model_config
 from refusion_jax.cli.errors import UserError, refusing
-from refusion_jax.cli.paths import is_remote
 from refusion_jax.config import default_config, flatten, lacking
 from refusion_jax.config.keys import keys
 from refusion_jax.data.interface import Tokenizer
 from refusion_jax.data.manifest import is_prepared
 from refusion_jax.distributed import xla_options
 from refusion_jax.distributed.json_files import read_json
-from refusion_jax.distributed.storage import write_file
+from refusion_jax.distributed.storage import absolute, write_file
 from refusion_jax.model.shape import ModelConfig
 from refusion_jax.systems.registry import find_system, systems
 
@@ -85,13 +83,8 @@ def _as_written(config: ml_collections.ConfigDict) -> str:
     config = config.copy_and_resolve_references()
     reading = [(config[own.section], "reads") for own in systems().values() if "reads" in own.keys]
     for section, key in [(config, "init_from"), *reading]:
-        section[key] = section[key] and absolute_path(section[key])
+        section[key] = section[key] and str(absolute(section[key]))
     return config.to_json(indent=2)
-
-
-def absolute_path(path: str) -> str:
-    """The path from the root, without "..", or in a store."""
-    return path if is_remote(path) else os.path.abspath(path)
 
 
 def read_config(workdir: epath.Path) -> ml_collections.ConfigDict:

@@ -30,9 +30,9 @@ for _client in ("gcsfs", "s3fs", "adlfs", "fsspec"):  # they log whole traces of
     loggers.getLogger(_client).setLevel(loggers.CRITICAL)
 
 
-def absolute(path: epath.Path) -> epath.Path:
-    """The absolute path; one in an object store is already absolute, and pathlib would corrupt it."""
-    return path if is_remote(path) else path.absolute()
+def absolute(path: epath.PathLike) -> epath.Path:
+    """The path from the root, without ".."; one in an object store is already absolute, and stays as it is."""
+    return epath.Path(path if is_remote(path) else os.path.abspath(path))
 
 
 @contextlib.contextmanager
