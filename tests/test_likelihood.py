@@ -198,7 +198,6 @@ def test_of_masked_diffusion_it_is_a_bound_with_its_error():
         ({"order": "backwards"}, "must be left_to_right, random, or a list"),
         ({"order": None}, "order: must be a list of slot indices"),
         ({"seed": -1}, "seed=-1: must be at least 0"),
-        ({"model": "runs/mine"}, "model=runs/mine: must be what load_model returns"),
         ({"slot_size": 0}, "slot_size=0: must be at least 1"),
         ({"slot_size": 2.0}, "slot_size=2.0: must be at least 1, a whole number"),
         ({"prompts": ["text"]}, "text 0: must be a list of token ids"),

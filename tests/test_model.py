@@ -287,7 +287,6 @@ def test_a_model_is_loaded_in_a_precision_that_there_is(tmp_path):
     for how, said in (
         *(({"dtype": name}, f"dtype={name}: must be float32 or bfloat16") for name in ("int8", "x")),
         ({"weights": "int4"}, "known: same, int8"),
-        ({"mesh": {"data": 1}}, "mesh={'data': 1}: must be what make_mesh returns"),
     ):
         with pytest.raises(UserError, match=said):
             load_model(tmp_path, **how)

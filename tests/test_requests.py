@@ -86,7 +86,6 @@ def test_impossible_settings_are_refused(changes, said):
         ([], {}, "prompt 1: is empty"),
         ([BOS, 30], {}, "prompt 1: holds an id outside 0 to 29"),  # the embedding has rows up to 31
         *((x, {}, "prompt 1: must be a list of token ids") for x in ("text", 7, [5.5], [[5], [6, 7]], [5, True])),
-        (Request([BOS], settings={"seed": 1}), {}, "settings={'seed': 1}: must be what DecodeSettings returns"),
         ([BOS] * 20, {"cache_length": 30}, "prompt 1: has 20 tokens, and 16 new ones do not fit.*cache of 30"),
         ([BOS], {"mask_id": 32}, "mask_id=32: is not a token of this model: give one of 0 to 31"),
     ],

@@ -13,7 +13,7 @@ from flax import nnx
 from refusion_jax.checkpoints.contents import find_objective, find_tokenizer, locate, read_model_config
 from refusion_jax.checkpoints.run_directory import find_step, read_adapters
 from refusion_jax.checkpoints.weights import Reader, checked, open_params, restore_params
-from refusion_jax.cli.errors import SettingError, UserError, check_made
+from refusion_jax.cli.errors import SettingError, UserError
 from refusion_jax.cli.settings import declared
 from refusion_jax.data.fast_tokenizer import first_difference
 from refusion_jax.decoding.auxiliary import check_auxiliaries, check_vocabulary, joined
@@ -47,7 +47,6 @@ def load_model(
         raise UserError(f"dtype={name}: must be float32 or bfloat16")
     declared(Settings)["weights"].check("decode", "weights", weights)
     mesh = mesh or local_mesh()
-    check_made("mesh", mesh, jax.sharding.Mesh, "make_mesh")
     path = epath.Path(path)
     config = read_model_config(path)
     graphdef, target = abstract_transformer(config, dtype, mesh, weights=weights)

@@ -36,12 +36,6 @@ def first_line(error: BaseException) -> str:
     return (lines[0] if lines else type(error).__name__)[:300]
 
 
-def check_made(name: str, value: Any, kind: type, by: str) -> None:
-    """Refuses an argument of this name that is not of the type that the function `by` returns."""
-    if not isinstance(value, kind):
-        raise UserError(f"{name}={str(value)[:80]}: must be what {by} returns")
-
-
 @contextlib.contextmanager
 def naming(where: str) -> Iterator[None]:
     """A context whose UserErrors begin with the flag or place that is at fault."""

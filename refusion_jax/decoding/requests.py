@@ -14,7 +14,7 @@ import numpy as np
 from flax import struct
 from jaxtyping import Array, ArrayLike, Bool, Int32
 
-from refusion_jax.cli.errors import SettingError, UserError, check_made
+from refusion_jax.cli.errors import SettingError, UserError
 from refusion_jax.cli.settings import scope
 from refusion_jax.decoding.sampling import Record
 from refusion_jax.decoding.settings import Settings, TokenIds, TracedSettings
@@ -158,7 +158,6 @@ def prepare(requests: Sequence[Sequence[int] | Request], settings: Settings, mod
 
     Tokens may be any sequences or arrays of whole numbers; those of the result are lists.
     """
-    check_made("settings", settings, Settings, "DecodeSettings")
     room = settings.cache_length or model.max_position_embeddings
     if model.local_rope and room > model.max_position_embeddings:
         settings.refuse("cache_length", f"the model's local layers attend to {model.max_position_embeddings} tokens")
@@ -168,7 +167,6 @@ def prepare(requests: Sequence[Sequence[int] | Request], settings: Settings, mod
         request = request if isinstance(request, Request) else Request(request)
         default, own = (0, request.settings) if request.settings else (i, settings)
         noise = default if request.noise is None else request.noise
-        check_made("settings", own, Settings, "DecodeSettings")
         own, name = dataclasses.replace(own, **of_call), request.name or f"prompt {i}"
         parts = (int(x) if isinstance(x, int | np.integer) else whole_numbers(name, x) for x in request.template)
         prompt, template = whole_numbers(name, request.prompt), tuple(parts)

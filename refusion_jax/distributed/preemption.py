@@ -22,7 +22,6 @@ POLL_SECONDS = 5.0
 # Values of the metadata server that announce the end of the machine (a live migration does not).
 _NOTICES = {"maintenance-event": "TERMINATE_ON_HOST_MAINTENANCE", "preempted": "TRUE"}
 
-
 _IMPATIENT = (signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 
 

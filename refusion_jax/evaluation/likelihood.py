@@ -18,7 +18,7 @@ import numpy as np
 from flax import nnx
 
 from refusion_jax.batch.visibility import Visibility
-from refusion_jax.cli.errors import UserError, check_made
+from refusion_jax.cli.errors import UserError
 from refusion_jax.cli.settings import declared
 from refusion_jax.data.interface import Tokenizer
 from refusion_jax.data.packing import fit
@@ -91,7 +91,6 @@ def likelihoods(
       method: a decoder of the model's system; by default that of the system that trained it, if the checkpoint says so.
       keys: a number for each text that seeds its draws; by default 0, 1, ...
     """
-    check_made("model", model, LanguageModel, "load_model")
     system = system_of(method := method or default_decoder(model.trained_by))
     if system.scoring is None:
         raise UserError(f"the likelihood of {system.name} models is not known")

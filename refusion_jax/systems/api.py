@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from refusion_jax.cli.errors import SettingError, UserError, check_made
+from refusion_jax.cli.errors import SettingError, UserError
 from refusion_jax.cli.settings import Setting, declared, scope
 from refusion_jax.data.interface import Tokenizer
 from refusion_jax.decoding import queue
@@ -126,7 +126,6 @@ def decode(model: LanguageModel, prompts: Sequence[Sequence[int] | Request], set
     Raises:
       UserError: if a prompt is empty, has an id outside the vocabulary, or does not fit into the cache.
     """
-    check_made("model", model, LanguageModel, "load_model")
     requests = prepare(prompts, settings, model.config)
     answers = dict(stream(model, requests)) if requests else {}
     in_order = [answers[i] for i in range(len(requests))]
