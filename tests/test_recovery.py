@@ -1,16 +1,12 @@
 """What a run survives: steps that do not count, preemption by real signals and notices, a drill of faults."""
 
 import collections
-import contextlib
 import json
 import os
-import random
 import re
-import resource
 import shutil
 import signal
 import socket
-import subprocess
 import threading
 import types
 from pathlib import Path
@@ -29,7 +25,6 @@ from refusion_jax.checkpoints.run_directory import saved_steps
 from refusion_jax.distributed import preemption
 from refusion_jax.training import recovery
 from refusion_jax.training.events import read_events
-from refusion_jax.training.faults import RunUnderTest, full_disk
 from refusion_jax.training.loop import Now, RollBack
 from refusion_jax.training.metrics import read_metrics
 from refusion_jax.training.recovery import Health, SkippedBatches
@@ -309,29 +304,6 @@ def test_several_hosts_lose_one_another_their_disk_and_their_directory(tmp_path)
     assert all(line["ok"] for line in lines if "fault" in line)
     assert all(line["equal"] for line in lines if "equal" in line)
     assert {line["what"] for line in lines if line.get("kind") == "full_disk"} <= {"the run went on", "the run stopped"}
-
-
-def test_a_full_disk_strikes_children_too_and_lasts_until_a_save_of_its_own_has_failed(tmp_path):
-    run, log = RunUnderTest([], tmp_path / "faulty", hosts=1), tmp_path / "faulty.log"
-    log.write_text("checkpoint 10 could not be written\n")  # by the full disk before
-    program, seen = ["sh", "-c", "sleep 600 & echo; wait"], []
-
-    def until(happened):
-        seen.append((happened(), [resource.prlimit(pid, resource.RLIMIT_FSIZE)[0] for pid in run.pids()]))
-        log.write_text(log.read_text() + "checkpoint 20 could not be written\n")
-        seen.append(happened())
-
-    run.until = until
-    with (
-        subprocess.Popen(program, stdout=subprocess.PIPE, start_new_session=True) as process,
-        contextlib.ExitStack() as stack,
-    ):
-        stack.callback(os.killpg, process.pid, signal.SIGKILL)
-        process.stdout.readline()
-        run.processes = [process]
-        assert full_disk(run, random.Random(0)) == "the run went on"
-        assert {resource.prlimit(pid, resource.RLIMIT_FSIZE)[0] for pid in run.pids()} == {resource.RLIM_INFINITY}
-    assert seen == [(False, [1, 1]), True]
 
 
 @pytest.mark.parametrize(
