@@ -48,7 +48,6 @@ from refusion_jax.training.trackers import check_trackers
 
 _CONFIG = command.define_config("Config file, such as configs/quickstart.py")
 _WORKDIR = flags.DEFINE_string("workdir", None, "Directory of the run: created, or resumed if it holds this run")
-_START_OVER = flags.DEFINE_bool("start_over", False, "Begin again at step 0 if none of the checkpoints can be read")
 _ALLOW = flags.DEFINE_list(
     "allow_change", [], f"Config keys that may differ from what the run was started with: {', '.join(CHANGEABLE)}"
 )
@@ -57,9 +56,7 @@ _LOST = flags.DEFINE_integer("lost_seconds", 60, "Seconds of silence after which
 _PROFILE = flags.DEFINE_integer("profiler_port", None, "Port on each host for on-demand profiling", 1, 65535)
 
 
-def train(
-    config: ml_collections.ConfigDict, workdir: epath.Path, start_over: bool = False, allowed: Sequence[str] = ()
-) -> bool:
+def train(config: ml_collections.ConfigDict, workdir: epath.Path, allowed: Sequence[str] = ()) -> bool:
     """Trains from where the run's directory stands to the last step, together with the other processes.
 
     Returns whether everything asked for is done; False if it was interrupted, and saved. UserError if the config, data
@@ -130,14 +127,14 @@ def train(
     # 5. Train: one session, and another one after every rollback.
     processes.check_shared(workdir)
     with locked(workdir) as run.check_lock, jax.set_mesh(mesh):
-        while (outcome := session(run, start_over)) == "rolled back":
-            start_over = False
+        while (outcome := session(run)) == "rolled back":
+            pass
     return outcome == "complete"
 
 
-def session(run: Run, start_over: bool) -> str:
+def session(run: Run) -> str:
     """Trains from the newest whole checkpoint until the run is complete, preempted, or rolled back; returns which."""
-    config, s = run.config, Session(run, start_over)
+    config, s = run.config, Session(run)
     if s.first_step >= config.steps:
         say(f"training is complete: {run.workdir} holds step {s.first_step} of {config.steps}")
         return "complete"
@@ -201,7 +198,7 @@ def main() -> None:
                 jax.profiler.start_server(_PROFILE.value)
             except UserError as error:  # several processes of a machine may have been given the same
                 command.say(f"{error}; this process trains without")
-        is_done = train(_CONFIG.value, epath.Path(_WORKDIR.value), _START_OVER.value, _ALLOW.value)
+        is_done = train(_CONFIG.value, epath.Path(_WORKDIR.value), _ALLOW.value)
     if not is_done:
         sys.exit(EXIT_CODE)
 

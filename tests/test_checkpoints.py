@@ -55,10 +55,10 @@ def put(checkpoints, step, last=False):
     checkpoints.save(step, make_state(step), {"next_row": 8 * step}, last=last)
 
 
-def restored(workdir, **options):
+def restored(workdir):
     """The state of the newest checkpoint that can be read."""
     with Checkpoints(workdir, 3) as checkpoints:
-        return checkpoints.restore(target(make_state(0)), **options)[0]
+        return checkpoints.restore(target(make_state(0)))[0]
 
 
 def assert_equal(a, b):
@@ -110,10 +110,8 @@ def test_when_all_are_torn_the_run_does_not_start_over_in_silence(tmp_path):
     save(tmp_path, 1, 2)
     tear(tmp_path, 1)
     shutil.rmtree(tmp_path / "checkpoints" / "2" / "params")
-    with pytest.raises(UserError, match=r"none of the checkpoints in .* --start_over"):
+    with pytest.raises(UserError, match=r"none of the checkpoints in .* new --workdir"):
         restored(tmp_path)
-    with Checkpoints(tmp_path, 3) as checkpoints:
-        assert checkpoints.restore(target(make_state(0)), start_over=True) is None
 
 
 def test_weights_of_another_shape_are_named(tmp_path, capfd):
@@ -336,7 +334,7 @@ def test_what_cannot_be_read_for_a_moment_is_read_again_and_never_taken_for_dama
     with pytest.raises(
         Failure, match=r"^checkpoint 2 cannot be read now \(.*(5|error).*\), and an older one would lose"
     ):
-        restored(tmp_path, start_over=True)
+        restored(tmp_path)
     assert not caplog.text
 
 

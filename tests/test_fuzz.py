@@ -88,7 +88,7 @@ DECODE = " ".join(f"decode.{name}" for name in all_settings())
 CONFIG = " ".join(f"config.{name}" for name in config_keys())
 FLAGS = {  # of each command, and one that is none
     "generate": "checkpoint input prompt output part watch compare stop dtype mesh.data mesh.tensor promtp " + DECODE,
-    "train": f"config workdir peer_seconds lost_seconds profiler_port start_over config.x {CONFIG}",
+    "train": f"config workdir peer_seconds lost_seconds profiler_port config.x {CONFIG}",
     "prepare": "input output tokenizer row_length dedup held_out on_error shard_mib query_field "
     "response_field text_field workers mask_piece near_dedup filters languages decontaminate blocked_urls shuffle "
     "runner beam_options",

@@ -156,11 +156,11 @@ class Checkpoints(contextlib.AbstractContextManager):
             run_directory.remove_step(self._directory / str(step))
             self.passed_over.pop(step, None)
 
-    def restore(self, target: TrainState, start_over: bool = False) -> tuple[TrainState, dict[str, Any]] | None:
+    def restore(self, target: TrainState) -> tuple[TrainState, dict[str, Any]] | None:
         """The newest whole checkpoint, or None if there is none; `passed_over` says why newer ones were not read.
 
         The target has shapes, dtypes and shardings to restore into, for any number of devices. UserError if there are
-        checkpoints but none can be read (starting over silently would lose the run), unless `start_over` is True.
+        checkpoints but none can be read: starting over silently would lose the run.
         Failure if the newest one that may be whole cannot be read now (an older one would lose steps).
         """
         steps = run_directory.finished_steps(self._directory)
@@ -176,10 +176,10 @@ class Checkpoints(contextlib.AbstractContextManager):
             self.passed_over[step] = why
             if jax.process_index() == 0:
                 logging.warning("checkpoint %d cannot be read (%s); trying the one before", step, why)
-        if steps and not start_over:
+        if steps:
             raise UserError(
                 f"none of the checkpoints in {self._directory} can be read (the last one: {why}); bring them back, or "
-                f"begin again at step 0 with --start_over"
+                f"begin again in a new --workdir"
             )
         return None
 

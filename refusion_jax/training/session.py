@@ -29,11 +29,8 @@ from refusion_jax.training.train_step import wide_to_int
 class Session(contextlib.ExitStack):
     """The state, the checkpoints and the logs of a session; a `with` block closes what `open` has opened."""
 
-    def __init__(self, run: Run, start_over: bool):
-        """Reads the newest whole checkpoint, or begins at step 0 if none can be read and `start_over` is true.
-
-        Writes to the directory from here on. UserError if the run cannot continue.
-        """
+    def __init__(self, run: Run):
+        """Reads the newest whole checkpoint, and writes to the directory from here on; UserError if it cannot go on."""
         super().__init__()
         self._run, config = run, run.config
         self._began = time.monotonic()
@@ -42,7 +39,7 @@ class Session(contextlib.ExitStack):
         self.skipped = recovery.SkippedBatches(run.workdir)
         processes.check_same(f"{recovery.FILE} in --workdir", str(self.skipped.windows))
         self._data = {"rows": len(run.rows), "fingerprint": run.rows.fingerprint()}
-        restored = self.checkpoints.restore(run.program.state, start_over)
+        restored = self.checkpoints.restore(run.program.state)
         self._restore_seconds = time.monotonic() - self._began
         if restored and not run.may_change_data and not self._data.items() <= restored[1].items():
             raise UserError(
