@@ -21,8 +21,8 @@ from etils import epath
 from refusion_jax.cli.errors import UserError, first_line, needs, refusing
 from refusion_jax.cli.paths import is_remote
 from refusion_jax.data.examples import OPENING, Bad, Example, Fields, Line, checked, decode, load_json, to_examples
-from refusion_jax.distributed.json_files import LINE
 
+LINE = 1 << 24  # most bytes of a line: its values may take 37 times as much
 _LIST = 24 << 20  # bytes of a JSON list, which is read as a whole: its values may take 50 times as much memory
 _HELD_OUT = 50  # one in so many files of the standard library is held out
 _STREAMS = {".gz": "gzip", ".bz2": "bz2", ".zst": "zstd"}  # that pyarrow decompresses

@@ -6,7 +6,6 @@ number), and fields that a type does not declare are refused.
 
 import codecs
 import functools
-import io
 import json
 from collections.abc import Iterator
 from typing import Any, Literal, TypeVar
@@ -17,7 +16,6 @@ from etils import epath
 from refusion_jax.cli.errors import UserError
 from refusion_jax.distributed.storage import opened, read_file
 
-LINE = 1 << 24  # most bytes of a line: its values may take 37 times as much
 _T = TypeVar("_T")
 _adapter = functools.cache(pydantic.TypeAdapter)
 
@@ -34,10 +32,8 @@ def read_json_lines(path: epath.PathLike) -> Iterator[tuple[int, dict[str, Any]]
 
     Only newlines end lines: U+2028, U+2029 and U+0085 may occur inside a string.
     """
-    with opened(path) as raw, io.BufferedReader(raw) as file:  # fsspec's readline has no bound
-        for number, line in enumerate(iter(functools.partial(file.readline, LINE), b""), 1):
-            if len(line) == LINE and not line.endswith(b"\n"):
-                raise UserError(f"{path}:{number}: a line of more than {LINE >> 20} MiB")
+    with opened(path) as file:
+        for number, line in enumerate(file, 1):
             if line.removeprefix(codecs.BOM_UTF8).strip():
                 yield number, parse_json(line, dict[str, Any], f"{path}:{number}")
 
