@@ -72,9 +72,7 @@ def check_output(flag: str, path: epath.PathLike, directory: bool = False) -> No
     real = Path(os.path.realpath(path))
     nearest = next(p for p in (real, *real.parents) if p.exists())
     reason = None
-    if directory and path.is_symlink() and not path.exists():
-        reason = "is a link to nothing"
-    elif nearest == real and real.is_dir() != directory:
+    if nearest == real and real.is_dir() != directory:
         reason = f"is a {'file' if directory else 'directory'}"
     elif nearest != real and not nearest.is_dir():
         reason = f"{nearest} is a file"
