@@ -22,7 +22,7 @@ from refusion_jax.cli.errors import UserError, first_line, needs, refusing
 from refusion_jax.cli.paths import is_remote
 from refusion_jax.data.examples import OPENING, Bad, Example, Fields, Line, checked, decode, load_json, to_examples
 
-LINE = 1 << 24  # most bytes of a line: its values may take 37 times as much
+_LINE = 1 << 24  # most bytes of a line: its values may take 37 times as much
 _LIST = 24 << 20  # bytes of a JSON list, which is read as a whole: its values may take 50 times as much memory
 _HELD_OUT = 50  # one in so many files of the standard library is held out
 _STREAMS = {".gz": "gzip", ".bz2": "bz2", ".zst": "zstd"}  # that pyarrow decompresses
@@ -176,11 +176,11 @@ def _json_lines(part: InputSplit, fields: Fields) -> Iterator[Example | Bad]:
             file.seek(part.start - 1)
         start = part.start and part.start - 1 + _pass_line(file)
         at, number = start, 0
-        while at < part.end and (line := file.readline(LINE)):
+        while at < part.end and (line := file.readline(_LINE)):
             at, number = at + len(line), number + 1
             where = Line(part.path, start, number)
-            if len(line) == LINE and not line.endswith(b"\n"):
-                yield Bad(where, f"a line of more than {LINE >> 20} MiB", "too long a line")
+            if len(line) == _LINE and not line.endswith(b"\n"):
+                yield Bad(where, f"a line of more than {_LINE >> 20} MiB", "too long a line")
                 at += _pass_line(file)
             elif line.removeprefix(codecs.BOM_UTF8).strip():
                 item = load_json(line, where)
@@ -199,9 +199,9 @@ def _opened(path: str) -> BinaryIO:
 
 def _pass_line(file: io.BufferedReader) -> int:
     """Skips to the end of the line, and returns the number of skipped bytes."""
-    passed = len(block := file.readline(LINE))
-    while len(block) == LINE and not block.endswith(b"\n"):
-        passed += len(block := file.readline(LINE))
+    passed = len(block := file.readline(_LINE))
+    while len(block) == _LINE and not block.endswith(b"\n"):
+        passed += len(block := file.readline(_LINE))
     return passed
 
 
