@@ -1,7 +1,5 @@
 """What objectives feed, label and weigh, and their losses, by hand."""
 
-import functools
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -93,21 +91,18 @@ def test_next_token_labels_are_the_responses_of_the_same_document():
     np.testing.assert_array_equal(batch.inputs, rows.tokens)
 
 
-@functools.cache
-def r2ft(**keys):
-    """(objective, its `corrupt`, compiled once)."""
-    objective = make_objective(config_with(objective="r2ft", **{f"r2ft.{key}": x for key, x in keys.items()}), MASK)
-    return objective, jax.jit(objective.corrupt)
+R2FT = make_objective(config_with(objective="r2ft"), MASK)
+reject = jax.jit(R2FT.corrupt)
 
 
-def batch_of(seed: int = 0, **keys):
-    rows, (objective, corrupt) = rows_of([(2, 7), (0, 9)], [(1, 14)]), r2ft(**keys)
-    return rows, objective, corrupt(rows, jax.random.split(jax.random.key(seed), 2))
+def batch_of(seed: int = 0):
+    rows = rows_of([(2, 7), (0, 9)], [(1, 14)])
+    return rows, reject(rows, jax.random.split(jax.random.key(seed), 2))
 
 
 def test_the_loss_of_r2ft_is_the_formula_document_by_document():
     model = tiny_model()
-    rows, objective, batch = batch_of(beta_chosen=0.5, beta_rejected=2.0)
+    rows, batch = batch_of()
     logits = forward(model, batch.inputs, batch.positions, batch.visibility)
     log_p, T = np.asarray(jax.nn.log_softmax(logits)), rows.tokens.shape[1]
     preferences, own, documents = 0.0, 0.0, 3
@@ -120,18 +115,18 @@ def test_the_loss_of_r2ft_is_the_formula_document_by_document():
         assert places
         chosen = sum(log_p[row, i, rows.tokens[row, i]] for i in places) / len(places)
         rejected = sum(log_p[row, i, batch.labels[row, T + i]] for i in places) / len(places)
-        preferences += -np.log(1 / (1 + np.exp(-(0.5 * chosen - 2.0 * rejected)))) / documents
+        preferences += -np.log(1 / (1 + np.exp(rejected - chosen))) / documents
         own += -chosen / documents
     terms = loss_terms(logits, batch)
     np.testing.assert_allclose(terms["preference"], preferences, rtol=1e-5)
     np.testing.assert_allclose(terms["mdm"], own, rtol=1e-5)
-    assert objective.coefficients == {"preference": 1.0, "mdm": 0.1}
+    assert R2FT.coefficients == {"preference": 1.0, "mdm": 0.1}
 
 
 def test_the_text_that_r2ft_rejects_repeats_the_first_masked_tokens_of_its_document():
     lengths = set()
-    for seed in range(8):
-        rows, _, batch = batch_of(seed, longest_phrase=3)
+    for seed in range(100):
+        rows, batch = batch_of(seed)
         T = rows.tokens.shape[1]
         assert jnp.array_equal(batch.inputs[:, :T], batch.inputs[:, T:])
         for row, segment in ((0, 1), (0, 2), (1, 1)):
@@ -139,23 +134,23 @@ def test_the_text_that_r2ft_rejects_repeats_the_first_masked_tokens_of_its_docum
             places = [i for i in inside if batch.weights["mdm"][row, i] > 0]
             text = [int(rows.tokens[row, i]) for i in places]
             rejected = [int(batch.labels[row, T + i]) for i in places]
-            fitting = [n for n in (1, 2, 3) if rejected == [text[i % n] for i in range(len(text))]]
+            fitting = [n for n in range(1, 9) if rejected == [text[i % n] for i in range(len(text))]]
             assert fitting or not places
-            lengths.update(fitting[:1] if len(text) > 3 else [])
-    assert lengths == {1, 2, 3}
+            lengths.update(fitting[:1] if len(text) > 8 else [])
+    assert lengths == {*range(1, 9)}
 
 
 def test_the_length_of_a_phrase_that_r2ft_repeats_does_not_depend_on_how_much_is_masked():
-    (_, corrupt), rows, T = r2ft(longest_phrase=2), 4000, 8
+    rows, T = 4000, 8
     text = Rows(jnp.tile(jnp.arange(10, 10 + T), (rows, 1)), jnp.ones((rows, T), int), jnp.ones((rows, T), bool))
-    batch = corrupt(text, jax.random.split(jax.random.key(0), rows))
+    batch = reject(text, jax.random.split(jax.random.key(0), rows))
     ratio, masked = np.asarray(batch.diagnostics["mask_ratio"][:, 0]), np.asarray(batch.weights["mdm"][:, :T] > 0)
     second = np.arange(rows), np.argsort(~masked, axis=1, kind="stable")[:, 1]
     chosen, rejected = np.split(np.asarray(batch.labels), 2, axis=1)
-    is_two, any_two = rejected[second] == chosen[second], masked.sum(axis=1) >= 2
-    short, long = (ratio[any_two & (is_two == one)] for one in (False, True))
-    assert min(len(short), len(long)) > 1000
-    assert abs(short.mean() - long.mean()) < 0.05  # 0.4 if both came of the same number
+    is_longer, any_two = rejected[second] == chosen[second], masked.sum(axis=1) >= 2
+    one, more = (ratio[any_two & (is_longer == wanted)] for wanted in (False, True))
+    assert len(more) > len(one) > 300
+    assert abs(one.mean() - more.mean()) < 0.05  # 0.4 if both came of the same number
 
 
 def test_labels_and_weights_of_a_row_of_idlm_computed_by_hand():

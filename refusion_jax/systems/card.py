@@ -17,9 +17,9 @@ Decoding, in blocks of K masks after the text, with at most T passes a block: ea
 p > `threshold`, and the last pass all that are left. One more pass over the finished block commits its keys and values.
 The first token of a block is predicted at the last token of the text before it, the others at the place before theirs.
 
-From the paper: noise, weights, blocks and passes. Its formulas differ in whether C_n itself counts in w_n: `own_mask`.
-Our choices: the sum is divided by the predicted tokens, as the paper does not define the normalization; at temperature
-0 a pass that would reveal nothing is taken as the last, since later ones would see the same text; places after a
+From the paper: noise, weights, blocks and passes. Our choices: C_n itself counts in w_n, in which the formulas of the
+paper differ; the sum is divided by the predicted tokens, as it does not define the normalization; at temperature 0 a
+pass that would reveal nothing is taken as the last, since later ones would see the same text; places after a
 revealed EOS are not decoded.
 
 Axes: B rows, T row length, C cache entries, N new tokens, K block length, V vocabulary.
@@ -68,7 +68,6 @@ class SoftTail(Objective):
     )
     beta: float = setting(1.0, "beta in the weight 1 / (beta + masks in the context)", above=0, at_most=1e6)
     decay: float = setting(0.5, "how fast the count of a mask decays with distance (p)", at_least=0, at_most=1)
-    own_mask: bool = setting(True, "whether a token's own mask counts in its weight (C_n, or S_{n-1} for S_n)")
 
     def corrupt(self, rows: Rows, keys: Key[Array, "B"]) -> Batch:
         """Masks tokens near the ends of responses; each response token is labelled at the token before it."""
@@ -77,13 +76,12 @@ class SoftTail(Objective):
         follows = positions > 0  # a token of its document
         is_second = jnp.pad(is_masked[:, :-1], ((0, 0), (1, 0))) & follows
         counts = decayed_sum(is_masked * (1.0 + is_second), follows * (1.0 - self.decay))  # S_n
-        counts = next_in_row(counts) if self.own_mask else counts  # label n is at n - 1
         return Batch(
             inputs=jnp.where(is_masked, self.mask_id, rows.tokens),
             positions=positions,
             visibility=Visibility.of(self.pattern, rows.segment_ids),
             labels=next_in_row(rows.tokens),
-            weights={"mdm": mean_over(precedes_response(rows)) / (self.beta + counts)},
+            weights={"mdm": mean_over(precedes_response(rows)) / (self.beta + next_in_row(counts))},
             diagnostics={"mask_ratio": ratio},
         )
 

@@ -1,7 +1,7 @@
 """D2F (Wang et al., "Discrete Diffusion Forcing", arXiv 2508.09192): block-causal masked diffusion in a pipeline.
 
 Training: the response is cut into blocks. Every block attends to the prompt, to itself and to the noisy blocks before
-it. The noise rises from block to block: p_0 ~ U(least, most) and p_b = p_0 + (most - p_0) / (n - 1) * (sum of b draws
+it. The noise rises from block to block: p_0 ~ U(0.2, most) and p_b = p_0 + (most - p_0) / (n - 1) * (sum of b draws
 from U(0, 1)), for the n blocks of a document. The loss is the cross-entropy of the masked tokens themselves (not
 shifted), weighted by 1 / p and normalized by the number of masked tokens in the batch, as in the authors' code. Blocks
 of two:
@@ -43,7 +43,6 @@ from refusion_jax.batch.batch import Batch
 from refusion_jax.batch.masking import PADDING, pad_answers
 from refusion_jax.batch.rows import Rows, document_start, per_document_sum, text_positions
 from refusion_jax.batch.visibility import BlockCausal, Pattern, Visibility
-from refusion_jax.cli.errors import SettingError
 from refusion_jax.cli.settings import setting
 from refusion_jax.decoding import cache as kv
 from refusion_jax.decoding import settings as shared
@@ -58,6 +57,7 @@ from refusion_jax.systems.interface import Objective, System
 
 _BLOCK = 16  # as in the paper
 _IN_FLIGHT = 4  # most blocks of one forward pass
+_LEAST = 0.2  # least probability of masking a token, as in the paper
 _OPEN_AT, _FORCE_AT = 0.1, 0.95  # committed shares of the block before, as in the paper
 
 
@@ -69,12 +69,7 @@ class BlockForcing(Objective):
 
     block_length: int = setting(_BLOCK, "tokens of a block, also the default for decoding", at_least=1, at_most=2**20)
     padding: float = PADDING()
-    least: float = setting(0.2, "least probability of masking a token, in the first block", above=0, at_most=1)
-    most: float = setting(1.0, "highest probability of masking a token, in any block", above=0, at_most=1)
-
-    def __post_init__(self):
-        if self.least > self.most:
-            raise SettingError("config", "d2f.least", self.least, f"must not exceed d2f.most={self.most}")
+    most: float = setting(1.0, "highest probability of masking a token, in any block", at_least=_LEAST, at_most=1)
 
     @property
     def pattern(self) -> Pattern:
@@ -104,14 +99,14 @@ class BlockForcing(Objective):
         T = rows.tokens.shape[1]
         document = document_start(rows.segment_ids)
         draws = jax.vmap(lambda key: jax.random.uniform(key, (3, T)))(keys)
-        first = self.least + (self.most - self.least) * jnp.take_along_axis(draws[:, 0], document, axis=1)
+        first = _LEAST + (self.most - _LEAST) * jnp.take_along_axis(draws[:, 0], document, axis=1)
         # The increment of a block is the draw at its first token; the first block of a response has none.
         rises = jnp.pad(block[:, 1:] != block[:, :-1], ((0, 0), (1, 0))) & (block > 1)
         risen = jnp.cumsum(jnp.where(rises, draws[:, 1], 0.0), axis=1)
         risen = risen - jnp.take_along_axis(risen, document, axis=1)  # over this document alone
         increments = (per_document_sum(rows.is_response, rows.segment_ids) - 1) // self.block_length
         p = first + (self.most - first) / jnp.maximum(increments, 1) * risen
-        p = jnp.clip(p, self.least, self.most)
+        p = jnp.clip(p, _LEAST, self.most)
         return rows.is_response & (draws[:, 2] < p), p
 
 
@@ -244,5 +239,6 @@ SYSTEM = System(
     objective=BlockForcing,
     decoders={"d2f": Pipeline},
     references={"d2f": reference},
+    former={"least": 0.2},
     block_key="block_length",
 )

@@ -2,10 +2,10 @@
 
 For masked diffusion models (start from one with `init_from`), which tend to repeat a phrase when decoded in few steps.
 Per document t ~ U(0, 1) and p = (1 - eps) t + eps; each response token is masked with probability p. The chosen text at
-the n masked places of a document is the data; the rejected text repeats a phrase there: the first 1 to `longest_phrase`
-of these tokens, with a length drawn per document. With C and R the summed cross-entropies of chosen and rejected text,
+the n masked places of a document is the data; the rejected text repeats a phrase there: the first 1 to 8 of these
+tokens, with a length drawn per document. With C and R the summed cross-entropies of chosen and rejected text,
 
-    loss of a document = -log sigmoid((beta_rejected R - beta_chosen C) / n) + anchor C / n
+    loss of a document = -log sigmoid((R - C) / n) + anchor C / n
 
 and the loss is the mean over the documents of the batch. Both texts are predicted at the masked tokens themselves (not
 shifted), from the same input. It is fed twice, because each input token has one label. Example with a phrase of two:
@@ -40,6 +40,8 @@ from refusion_jax.cli.settings import setting
 from refusion_jax.systems import llada
 from refusion_jax.systems.interface import Objective, System
 
+_LONGEST_PHRASE = 8  # tokens
+
 
 @dataclasses.dataclass(frozen=True)
 class Twice(Pattern):
@@ -68,14 +70,7 @@ class RejectRepetition(Objective):
     pattern: ClassVar[Pattern] = Twice()
     streams: ClassVar[int] = 2  # the same text, once for each label
 
-    beta_chosen: float = setting(
-        1.0, "weight of the chosen text's log-probability in the preference", above=0, at_most=1e3
-    )
-    beta_rejected: float = setting(
-        1.0, "weight of the rejected text's log-probability in the preference", above=0, at_most=1e3
-    )
     anchor: float = setting(0.1, "weight of the chosen text's own cross-entropy", at_least=0, at_most=1e3)
-    longest_phrase: int = setting(8, "tokens of a repeated phrase, at most", at_least=1, at_most=4096)
 
     @property
     def coefficients(self) -> dict[str, float]:
@@ -85,7 +80,7 @@ class RejectRepetition(Objective):
         positions, start = text_positions(rows.segment_ids), document_start(rows.segment_ids)
         is_masked, p = draw_masks(rows, keys)
         count = per_document_sum(is_masked, rows.segment_ids)
-        rejected = jnp.take_along_axis(rows.tokens, self._repeated(is_masked, start, keys), axis=1)
+        rejected = jnp.take_along_axis(rows.tokens, _repeated(is_masked, start, keys), axis=1)
         each = is_masked / jnp.maximum(count, 1).astype(jnp.float32)
         inputs = jnp.where(is_masked, self.mask_id, rows.tokens)
         return Batch(
@@ -94,28 +89,27 @@ class RejectRepetition(Objective):
             visibility=Visibility.of(self.pattern, join(rows.segment_ids, rows.segment_ids)),
             labels=join(rows.tokens, rejected),
             weights={
-                "preference": join(self.beta_chosen * each, self.beta_rejected * each),
+                "preference": join(each, each),
                 "mdm": join(each / count_documents(rows.segment_ids), 0 * each),
             },
             diagnostics={"mask_ratio": join(p, p)},
             combine=preference,
         )
 
-    def _repeated(
-        self, is_masked: Bool[Array, "B T"], start: Int32[Array, "B T"], keys: Key[Array, "B"]
-    ) -> Int32[Array, "B T"]:
-        """For each masked place, the place whose token the rejected text has there; documents begin at `start`."""
-        draws = jax.vmap(lambda key: jax.random.uniform(key, start.shape[1:]))(keys_for("phrases", keys))
-        length = 1 + jnp.floor(jnp.take_along_axis(draws, start, axis=1) * self.longest_phrase).astype(jnp.int32)
-        before = jnp.cumsum(is_masked, axis=1) - is_masked  # number of masks before each place of the row
-        first = jnp.take_along_axis(before, start, axis=1)  # of the document
-        order = jnp.argsort(~is_masked, axis=1, stable=True)  # masked places first
-        return jnp.take_along_axis(order, jnp.where(is_masked, first + (before - first) % length, 0), axis=1)
+
+def _repeated(is_masked: Bool[Array, "B T"], start: Int32[Array, "B T"], keys: Key[Array, "B"]) -> Int32[Array, "B T"]:
+    """For each masked place, the place whose token the rejected text has there; documents begin at `start`."""
+    draws = jax.vmap(lambda key: jax.random.uniform(key, start.shape[1:]))(keys_for("phrases", keys))
+    length = 1 + jnp.floor(jnp.take_along_axis(draws, start, axis=1) * _LONGEST_PHRASE).astype(jnp.int32)
+    before = jnp.cumsum(is_masked, axis=1) - is_masked  # number of masks before each place of the row
+    first = jnp.take_along_axis(before, start, axis=1)  # of the document
+    order = jnp.argsort(~is_masked, axis=1, stable=True)  # masked places first
+    return jnp.take_along_axis(order, jnp.where(is_masked, first + (before - first) % length, 0), axis=1)
 
 
 SYSTEM = System(
     name="r2ft",
     objective=RejectRepetition,
-    former={"eps": 1e-3, "gamma": 0.0},
+    former={"eps": 1e-3, "gamma": 0.0, "beta_chosen": 1.0, "beta_rejected": 1.0, "longest_phrase": 8},
     scoring=llada.SCORING,
 )
