@@ -19,7 +19,7 @@ from jaxtyping import Array, Float32, Int, Int32, Key
 
 from refusion_jax.batch.batch import Batch
 from refusion_jax.batch.rows import Rows
-from refusion_jax.batch.visibility import Pattern, Visibility
+from refusion_jax.batch.visibility import Pattern
 from refusion_jax.cli.errors import UserError
 from refusion_jax.cli.settings import Setting, declared
 from refusion_jax.decoding.decoder import Decoder
@@ -74,28 +74,22 @@ class Objective(abc.ABC):
         batch, name = self.corrupt(rows, keys), f"{type(self).__module__}.{type(self).__name__}.corrupt"
         if not isinstance(batch, Batch):
             raise UserError(f"{name}: returns {type(batch).__name__}, not a Batch")
-        for part, kind in ("weights", Mapping), ("visibility", Visibility):
-            if not isinstance(own := getattr(batch, part), kind):
-                raise UserError(f"{name}: batch.{part} is of type {type(own).__name__}, not {kind.__name__}")
-        found, expected = sorted(batch.weights), sorted(self.coefficients)
-        if found != expected:
-            raise UserError(f"{name}: has weights of {found}, and coefficients of {expected}")
         B, T = np.shape(rows.tokens)
-        dtypes = {"weights": jnp.float32} | dict.fromkeys(("inputs", "positions", "labels"), jnp.int32)
-        for at, x in jax.tree.leaves_with_path(batch, is_leaf=lambda x: x is None):
-            part = f"{name}: batch{jax.tree_util.keystr(at)}"
-            if not isinstance(x, jax.Array | np.ndarray):
-                raise UserError(f"{part} is of type {type(x).__name__}, not an array")
-            if x.shape != (shape := (B, self.input_length(T))):
-                raise UserError(f"{part} is of shape {x.shape}, not (B, T) = {shape}")
-            dtype = jnp.result_type(x)
-            if dtype != (expected := jnp.dtype(dtypes.get(at[0].name, dtype))):
-                raise UserError(f"{part} is of {dtype}, not {expected}")
+        shape, seen = [B, self.input_length(T)], (f".visibility.{part}" for part in ("segment_ids", "rank", "group"))
+        expected = dict.fromkeys((".inputs", ".positions", ".labels", *seen), f"int32{shape}")
+        expected |= {f".weights[{term!r}]": f"float32{shape}" for term in self.coefficients}
+        expected |= {f".diagnostics[{key!r}]": f"{jnp.result_type(x)}{shape}" for key, x in batch.diagnostics.items()}
+        leaves = jax.tree.leaves_with_path(batch)
+        found = {jax.tree_util.keystr(at): f"{jnp.result_type(x)}{[*np.shape(x)]}" for at, x in leaves}
+        for part in sorted(found.keys() | expected.keys()):
+            told, wanted = (parts.get(part, "missing") for parts in (found, expected))
+            if told != wanted:
+                raise UserError(f"{name}: batch{part} is {told}, and should be {wanted}")
         if batch.combine:
             terms = jax.eval_shape(batch.combine, jnp.zeros(batch.labels.shape), batch)
-            told = jax.tree.map(lambda x: f"{x.dtype}{[*x.shape]}", terms)
-            if told != (wanted := dict.fromkeys(self.coefficients, "float32[]")):
-                raise UserError(f"{name}: combine returns {told}, not {wanted}")
+            found = jax.tree.map(lambda x: f"{x.dtype}{[*x.shape]}", terms)
+            if found != (expected := dict.fromkeys(self.coefficients, "float32[]")):
+                raise UserError(f"{name}: combine returns {found}, not {expected}")
         return batch
 
 
