@@ -20,7 +20,8 @@ from refusion_jax.decoding.requests import Request, prepare
 from refusion_jax.decoding.trajectory import forwards_of
 from refusion_jax.distributed.chips import free_tokens
 from refusion_jax.systems.api import decoder_for, stream
-from refusion_jax.systems.refusion.loop import PLAN, VERIFY, SlotDecoder
+from refusion_jax.systems.refusion.loop import SlotDecoder
+from refusion_jax.systems.refusion.phases import PLAN, VERIFY, needs_of
 from refusion_jax.systems.refusion.reference import plan_and_infill
 from refusion_jax.systems.refusion.settings import ORDERS
 
@@ -143,7 +144,7 @@ def test_which_slots_a_row_plans_is_what_the_docstring_draws():
             s = s.replace(work=work, remaining=jnp.array(remaining[:, :4]))
             here, following = (s.places.block(s.block + i, 4) for i in (0, 1))
             sizes = decoder.sizes(model, len(lines))
-            return here, *decoder.choose_plan(s, decoder.needs(work, here), here, following, sizes)
+            return here, *decoder.choose_plan(s, needs_of(work, here), here, following, sizes)
 
         here, plan_block, found, _ = choose(layout, keys)
         is_next = np.asarray(plan_block.start != here.start).all(axis=1)[:, None]

@@ -18,7 +18,8 @@ from refusion_jax.decoding.sampling import run_length, select
 from refusion_jax.decoding.settings import TracedSettings
 from refusion_jax.systems.refusion.canvas import Block
 from refusion_jax.systems.refusion.feed import Feed, Reading
-from refusion_jax.systems.refusion.loop import CHECK, PLAN, PROPOSE, VERIFY, SlotDecoder, Work, to_commit
+from refusion_jax.systems.refusion.loop import SlotDecoder
+from refusion_jax.systems.refusion.phases import CHECK, PLAN, PROPOSE, VERIFY, Work, to_commit
 
 
 class ThresholdInfill(SlotDecoder):

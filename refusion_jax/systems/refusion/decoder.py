@@ -21,7 +21,8 @@ from refusion_jax.decoding.sampling import run_length, select
 from refusion_jax.decoding.settings import TracedSettings
 from refusion_jax.systems.refusion.canvas import Block
 from refusion_jax.systems.refusion.feed import Reading
-from refusion_jax.systems.refusion.loop import PLAN, VERIFY, SlotDecoder, Work, to_commit
+from refusion_jax.systems.refusion.loop import SlotDecoder
+from refusion_jax.systems.refusion.phases import PLAN, VERIFY, Work, to_commit
 
 
 @struct.dataclass

@@ -12,37 +12,26 @@ Axes: B rows, M slots of a block, K slot size, W width of a forward pass.
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any, ClassVar, NamedTuple, Self
+from typing import Any, ClassVar, Self
 
 import jax
 import jax.numpy as jnp
 from flax import struct
-from jaxtyping import Array, Bool, Float32, Int32, Key
+from jaxtyping import Array, Bool, Int32, Key
 
 from refusion_jax.decoding import cache as kv
 from refusion_jax.decoding.decoder import SLOT_MASK, Decoder, RowState
 from refusion_jax.decoding.requests import Layout, Request, text_capacity
-from refusion_jax.decoding.sampling import run_length, select, surest
+from refusion_jax.decoding.sampling import select
 from refusion_jax.decoding.settings import TracedSettings
 from refusion_jax.decoding.trajectory import tell
 from refusion_jax.model.interface import LanguageModel
 from refusion_jax.model.shape import ModelConfig
 from refusion_jax.systems.refusion.budget import Sizes, choose, worthwhile
-from refusion_jax.systems.refusion.canvas import BY_CONFIDENCE, Block, Canvas, slots_a_block, slots_of
+from refusion_jax.systems.refusion.canvas import Block, Canvas, slots_a_block, slots_of
 from refusion_jax.systems.refusion.feed import Feed, Part, Reading, pack, read, run
+from refusion_jax.systems.refusion.phases import PLAN, VERIFY, Needs, Work, choose_slots, needs_of
 from refusion_jax.systems.refusion.settings import SlotSettings
-
-PLAN, VERIFY, PROPOSE, CHECK = range(4)
-
-
-@struct.dataclass
-class Work:
-    """What each row is doing in its block."""
-
-    phase: Int32[Array, "B"]
-    chosen: Bool[Array, "B M"]  # the slots being verified or infilled
-    drafts: Int32[Array, "B M K"]
-    accepted: Int32[Array, "B M"]  # length of each chosen slot's accepted prefix
 
 
 @struct.dataclass
@@ -62,16 +51,6 @@ class SlotState(RowState):
     @property
     def rounds(self) -> Int32[Array, "B"]:
         return self.plans
-
-
-class Needs(NamedTuple):
-    """The tokens that the phase of a row needs besides a plan, by slots of its block."""
-
-    chosen: Bool[Array, "B M"]  # the slots of its drafts
-    drafted: Int32[Array, "B M"]  # number of tokens of each slot's draft
-    is_read: Bool[Array, "B M K"]  # drafts whose logits are needed
-    may_plan: Bool[Array, "B"]  # whether the next plan can be fed ahead of time
-    masks: Bool[Array, "B M K"]  # where mask tokens continue these drafts; only in rows that do not plan
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -152,7 +131,7 @@ class SlotDecoder(Decoder):
         """One forward pass over drafts and masks, whose results are used as each row's phase says."""
         sizes = self.sizes(model, len(s.block))
         here, following = (s.places.block(s.block + i, self.block_slots) for i in (0, 1))
-        needs = self.needs(s.work, here)
+        needs = needs_of(s.work, here)
         plan_block, planned, shape = self.choose_plan(s, needs, here, following, sizes)
 
         offset, always = jnp.arange(self.slot_size)[None, None], jnp.ones((1, 1, 1), bool)
@@ -247,24 +226,6 @@ class SlotDecoder(Decoder):
             ended=ended,
         )
 
-    def needs(self, work: Work, here: Block) -> Needs:
-        """The tokens that each row's phase needs; `here` is its block.
-
-        Drafts, or in the phase PROPOSE their accepted prefixes, and masks in place of the rest. Logits are needed where
-        they check a later draft of the same slot.
-        """
-        verifies, proposes, checks = ((work.phase == phase)[:, None] for phase in (VERIFY, PROPOSE, CHECK))
-        chosen = work.chosen & (verifies | proposes | checks)
-        offset, size = jnp.arange(self.slot_size)[None, None], here.size[:, :, None]
-        is_open = offset >= work.accepted[:, :, None]
-        return Needs(
-            chosen=chosen,
-            drafted=jnp.where(chosen, jnp.where(proposes, work.accepted, here.size), 0),
-            is_read=is_open & (offset + 1 < size) & (verifies | checks)[:, :, None],
-            may_plan=(verifies | checks)[:, 0],
-            masks=is_open & (offset < size) & (chosen & proposes)[:, :, None],
-        )
-
     def candidates(self, work: Work) -> Int32[Array, "B M K"]:
         """The token of each place whose probability is wanted, given the drafts before it."""
         return work.drafts
@@ -284,23 +245,3 @@ class SlotDecoder(Decoder):
     ) -> tuple[Work, Bool[Array, "B M K"]]:
         """(the next work of each row, unless a next plan is ready; the drafts to commit)."""
         raise NotImplementedError
-
-
-def choose_slots(
-    candidates: Bool[Array, "B M"], block: Block, confidence: Float32[Array, "B M"], settings: TracedSettings
-) -> Bool[Array, "B M"]:
-    """The slots a plan chooses: all confident candidates, at least the best one; in a fixed order, as many by rank."""
-    chosen = surest(confidence, candidates, confidence > settings.slot_threshold[:, None])
-    is_before = candidates[:, None] & (block.rank[:, None] < block.rank[:, :, None])  # [B, M, M]
-    is_next = candidates & (jnp.sum(is_before, axis=2) < jnp.sum(chosen, axis=1, keepdims=True))
-    return jnp.where(block.rank == BY_CONFIDENCE, chosen, is_next)
-
-
-def to_commit(work: Work, here: Block, accepted: Bool[Array, "B M K"], eos_id: int) -> Bool[Array, "B M K"]:
-    """The drafts to commit: of the accepted prefix of the chosen slots in sequence all up to an EOS, or whole slots."""
-    B, M, K = work.drafts.shape
-    is_fed = work.chosen[:, :, None] & (jnp.arange(K)[None, None] < here.size[:, :, None])
-    prefix = run_length((accepted | ~is_fed).reshape(B, M * K))[:, None, None]  # of the grid, empty places included
-    eos = run_length((~is_fed | (work.drafts != eos_id)).reshape(B, M * K))[:, None, None]
-    place = jnp.arange(M * K).reshape(1, M, K)
-    return is_fed & jnp.where(eos < prefix, place <= eos, (place // K + 1) * K <= prefix)
