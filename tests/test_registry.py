@@ -197,16 +197,6 @@ def test_a_decoder_whose_states_are_wrong_is_refused_by_its_name(change, why, mo
         decode(sharp_model(), PROMPTS[:2], settings("odd"))
 
 
-def test_a_decoder_with_a_field_that_jit_does_not_take_is_refused_by_its_name():
-    @dataclasses.dataclass(frozen=True, kw_only=True)
-    class Odd(ar.LeftToRight):
-        sizes: list = dataclasses.field(default_factory=list)
-
-    registry.register(System("odd", None, {"odd": Odd}, {"odd": ar.reference}))
-    with pytest.raises(UserError, match="test_registry.Odd: unhashable type: 'list': its fields are static in `jit`"):
-        decode(sharp_model(), PROMPTS[:2], settings("odd"))
-
-
 def half(tree):
     return jax.tree.map(lambda x: x.astype("bfloat16"), tree)
 

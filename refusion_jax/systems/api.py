@@ -189,9 +189,4 @@ def decoder_for(requests: Sequence[Request], model: ModelConfig) -> Decoder:
             raise UserError(f"{request.name}: the decoder {settings.method!r} {why}")
     if any(request.grammar is not None for request in requests):
         return Constrained.of(decoder, requests, model)
-    sized = decoder.for_requests(requests, model)
-    try:
-        hash(sized)
-    except TypeError as error:
-        raise UserError(f"{decoder.__module__}.{decoder.__name__}: {error}: its fields are static in `jit`") from error
-    return sized
+    return decoder.for_requests(requests, model)
