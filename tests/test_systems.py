@@ -56,7 +56,7 @@ VARIANTS = {
     "refusion": [{"size": 1, "new": 8}],
     "prompt_lookup": [],
     "d2f": [{"block_length": 4, "threshold": 0.3}, {"block_length": 2, "threshold": 0.4, **SHIFTED}],
-    "dream": [{"steps": 4}, {"confidence": "margin"}, {"confidence": "maskgit", "steps": 7}],
+    "dream": [{"steps": 4, **SHIFTED}, {"confidence": "margin"}, {"confidence": "maskgit", "steps": 7, **SHIFTED}],
     "fast_dllm": [
         {"reuse": "prefix", "block_length": 4, "threshold": 0.3},
         {"block_length": 7, "threshold": 0.3, **SHIFTED},

@@ -118,7 +118,6 @@ class DenoiseOnSchedule(masked.OnSchedule):
     """Commits masks on Dream's schedule of times."""
 
     settings: ClassVar[type[DreamSettings]] = DreamSettings
-    always_shifted: ClassVar[bool] = True
 
     confidence: str
 
@@ -148,7 +147,7 @@ def reference(model: LanguageModel, request: Request) -> dict:
         second, best = np.sort(plain.choosable(p, place))[-2:]
         return best - second if request.settings.confidence == "margin" else best
 
-    masked.fill(plain, DenoiseOnSchedule.counts(request), surety, plain.places, shift=1)
+    masked.fill(plain, DenoiseOnSchedule.counts(request), surety, plain.places, shift=model.config.shifted)
     return plain.result()
 
 

@@ -13,7 +13,7 @@ import abc
 import dataclasses
 import functools
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, ClassVar, NamedTuple, Self
+from typing import Any, NamedTuple, Self
 
 import jax
 import jax.numpy as jnp
@@ -99,18 +99,16 @@ class MaskedText(RowState):
 class MaskedDecoder(Decoder):
     """The base of masked decoders; the width is C, the length of the longest text."""
 
-    always_shifted: ClassVar[bool] = False  # whether all models are `shifted`, whatever their config says
-
     block_length: int  # K, the longest block
     shifted: bool  # whether the token at j is read from the logits at j - 1
 
     @classmethod
     def for_requests(cls, requests: Sequence[Request], model: ModelConfig) -> Self:
-        N, shifted = most_new_tokens(requests), cls.always_shifted or model.shifted
-        if shifted:
+        if model.shifted:
             check_first(requests)
+        N, C = most_new_tokens(requests), text_capacity(requests)
         block_length = min(N, max(r.settings.block_length or N for r in requests))
-        return cls.sized(requests, model, width=text_capacity(requests), block_length=block_length, shifted=shifted)
+        return cls.sized(requests, model, width=C, block_length=block_length, shifted=model.shifted)
 
     def init(self, _: LanguageModel, layout: Layout, keys: Key[Array, "B"]) -> MaskedText:
         return self.start_text(MaskedText, layout, keys, self.block_length)
