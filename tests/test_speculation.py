@@ -104,6 +104,7 @@ def test_drawn_texts_are_distributed_as_next_token_predictions(method, changes, 
     ("method", "changes", "forwards"),
     [
         ("idlm", {"stride": 4}, 1 + 4),  # one token, then four per forward
+        ("idlm", {"stride": 1}, 17),
         pytest.param("dense", {"fed_tokens": 24}, 2, marks=pytest.mark.thorough),
     ],
 )

@@ -107,10 +107,6 @@ class StrideSettings(shared.Settings):
         most = trained["block_size"] + 1
         return [{"stride": stride} for stride in range(2, most + 1)]
 
-    def check(self) -> None:
-        if self.stride == 1:
-            self.refuse("stride", "must be at least 2, or 0")
-
     def for_model(self, model: ModelConfig) -> Self:
         return dataclasses.replace(self, stride=self.stride or 1 + (model.block_size or _BLOCK))
 
