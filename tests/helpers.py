@@ -184,6 +184,14 @@ def rows_of(*rows: list[tuple[int, int]], row_length: int = 24) -> Rows:
     return stacked.replace(tokens=(stacked.tokens - 100) % 24 + 5)
 
 
+def places_of_documents(segment_ids: jax.Array) -> list[tuple[int, np.ndarray]]:
+    """(row, places in it) of each document of packed rows."""
+    found = []
+    for row, own in enumerate(np.asarray(segment_ids)):
+        found += [(row, np.flatnonzero(own == segment)) for segment in np.unique(own[own > 0])]
+    return found
+
+
 def with_eos(rows: Rows) -> Rows:
     """The rows with EOS in place of the last token of each document."""
     after = jnp.pad(rows.segment_ids[:, 1:], ((0, 0), (0, 1)))

@@ -21,27 +21,18 @@ from refusion_jax.systems.masked import MaskedText
 from refusion_jax.systems.registry import decoders_for
 
 
-def fed(requests: list[Request], block_length: int, block: int, merge: int) -> list[str]:
-    """The fed tokens of each row in a block: a letter for each place of the text."""
-    s = settings("llada", new=7, block_length=block_length, merge=merge)
+def test_the_merged_places_of_the_docstring():
+    """In three blocks; and those of several gaps, which are counted through."""
     config = sharp_models()[0].config
-    requests = prepare(requests, s, config)
+    requests = [[5, 6, 7]] * 3 + [Request([BOS], (4, [7, 8], 5))]
+    requests = prepare(requests, settings("llada", new=7, block_length=2, merge=3), config)
     decoder = decoder_for(requests, config)
     layout = jax.tree.map(jnp.asarray, decoder.lay_out(requests))
-    keys = jax.random.split(jax.random.key(0), len(requests))
-    state = decoder.start_text(MaskedText, layout, keys)
-    is_fed = np.asarray(fed_places(state, jnp.full(len(requests), (block + 1) * block_length), merge))
-    return ["".join(".x"[int(own[i])] for i in range(int(n))) for own, n in zip(is_fed, state.length, strict=True)]
-
-
-def test_the_merged_places_of_the_docstring():
-    assert fed([[5, 6, 7]], 2, 0, 3) == ["xxxxx.x.x."]
-    assert fed([[5, 6, 7]], 2, 1, 3) == ["xxxxxxx.x."]
-    assert fed([[5, 6, 7]], 2, 3, 3) == ["x" * 10]
-
-
-def test_merged_masks_of_several_gaps_are_counted_through_and_what_is_given_is_fed():
-    assert fed([Request([BOS], (4, [7, 8], 5))], 2, 0, 2) == ["xxx" + "x." + "xx" + "x.x.x"]
+    state = decoder.start_text(MaskedText, layout, jax.random.split(jax.random.key(0), len(requests)))
+    is_fed = np.asarray(fed_places(state, jnp.array([2, 4, 8, 2]), 3))
+    drawn = ["".join(".x"[int(fed)] for fed in row) for row in is_fed]
+    assert [row[:10] for row in drawn[:3]] == ["xxxxx.x.x.", "xxxxxxx.x.", "x" * 10]
+    assert drawn[3][:12] == "xxx" + ".x" + "xx" + "..x.x"
 
 
 def test_the_counts_of_the_docstring_of_conv():

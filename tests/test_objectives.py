@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from conftest import EOS, MASK, causal, config_with, forward, tiny_model
-from helpers import loss_terms, rows_of, with_eos
+from helpers import loss_terms, places_of_documents, rows_of, with_eos
 
 from refusion_jax.batch.batch import Batch, weigh
 from refusion_jax.batch.masking import pad_answers
@@ -28,24 +28,20 @@ def test_hybrid_loss_is_the_formula_of_the_paper():
     terms = loss_terms(logits, batch)
 
     log_p = np.array(jax.nn.log_softmax(logits))
-    clean, masked, documents = [], 0.0, 0
-    for row in range(2):
-        for segment in set(np.array(rows.segment_ids[row])) - {0}:
-            documents += 1
-            inside = np.flatnonzero(np.array(rows.segment_ids[row]) == segment)
-            response = int(np.sum(rows.is_response[row, inside]))
-            p = float(noise.mask_probability[row, inside[0]])
-            for i in inside:
-                ce = -log_p[row, i, batch.labels[row, i]]
-                if batch.weights["ar"][row, i]:
-                    clean.append(ce)
-                elif batch.weights["mdm"][row, i]:
-                    masked += ce / (p * response)
-    assert documents == 5
+    clean, masked = [], 0.0
+    for row, inside in places_of_documents(rows.segment_ids):
+        response = int(np.sum(rows.is_response[row, inside]))
+        p = float(noise.mask_probability[row, inside[0]])
+        for i in inside:
+            ce = -log_p[row, i, batch.labels[row, i]]
+            if batch.weights["ar"][row, i]:
+                clean.append(ce)
+            elif batch.weights["mdm"][row, i]:
+                masked += ce / (p * response)
     assert clean
     assert masked
     np.testing.assert_allclose(terms["ar"], np.mean(clean), rtol=1e-5)
-    np.testing.assert_allclose(terms["mdm"], masked / documents, rtol=1e-5)
+    np.testing.assert_allclose(terms["mdm"], masked / 5, rtol=1e-5)
 
 
 @jax.jit
@@ -106,12 +102,8 @@ def test_the_loss_of_r2ft_is_the_formula_document_by_document():
     logits = forward(model, batch.inputs, batch.positions, batch.visibility)
     log_p, T = np.asarray(jax.nn.log_softmax(logits)), rows.tokens.shape[1]
     preferences, own, documents = 0.0, 0.0, 3
-    for row, segment in ((0, 1), (0, 2), (1, 1)):
-        places = [
-            i
-            for i in np.flatnonzero(np.asarray(rows.segment_ids[row]) == segment)
-            if batch.inputs[row, i] == MASK and rows.is_response[row, i]
-        ]
+    for row, inside in places_of_documents(rows.segment_ids):
+        places = [i for i in inside if batch.inputs[row, i] == MASK and rows.is_response[row, i]]
         assert places
         chosen = sum(log_p[row, i, rows.tokens[row, i]] for i in places) / len(places)
         rejected = sum(log_p[row, i, batch.labels[row, T + i]] for i in places) / len(places)
@@ -129,8 +121,7 @@ def test_the_text_that_r2ft_rejects_repeats_the_first_masked_tokens_of_its_docum
         rows, batch = batch_of(seed)
         T = rows.tokens.shape[1]
         assert jnp.array_equal(batch.inputs[:, :T], batch.inputs[:, T:])
-        for row, segment in ((0, 1), (0, 2), (1, 1)):
-            inside = np.flatnonzero(np.asarray(rows.segment_ids[row]) == segment)
+        for row, inside in places_of_documents(rows.segment_ids):
             places = [i for i in inside if batch.weights["mdm"][row, i] > 0]
             text = [int(rows.tokens[row, i]) for i in places]
             rejected = [int(batch.labels[row, T + i]) for i in places]
@@ -171,24 +162,20 @@ def test_the_loss_of_llada_is_that_of_its_documents_one_a_row_by_hand(padding):
     objective = make_objective(config_with(objective="llada", **{"llada.padding": padding}), MASK, EOS)
     keys = jax.random.split(jax.random.key(5), 2)
     batch, padded = jax.jit(lambda *given: (objective.corrupt(*given), pad_answers(*given, padding, EOS)))(rows, keys)
-    total, documents, length = 0.0, 0, rows.tokens.shape[1]
-    segments = np.asarray(batch.visibility.segment_ids)
-    for row in range(2):
-        for segment in sorted(set(segments[row]) - {0}):
-            places = np.flatnonzero(segments[row] == segment)
-            alone = np.zeros((1, length), np.int32)
-            alone[0, : len(places)] = batch.inputs[row, places]
-            seen = Visibility.of(BIDIRECTIONAL, (jnp.arange(length)[None] < len(places)).astype(jnp.int32))
-            logits = forward(model, jnp.asarray(alone), jnp.arange(length)[None], seen)
-            log_p = np.asarray(jax.nn.log_softmax(logits))[0]
-            is_masked = alone[0, : len(places)] == MASK
-            p = float(batch.diagnostics["mask_ratio"][row, places[0]])
-            prompt = int(np.sum(~np.asarray(padded.is_response[row, places])))
-            assert not is_masked[:prompt].any()
-            cost = sum(-log_p[at, batch.labels[row, places[at]]] for at in np.flatnonzero(is_masked))
-            total += cost / (p * (len(places) - prompt))
-            documents += 1
-    assert documents == 5 if not padding else documents < 5  # some give way to padding of the one before
+    total, length, documents = 0.0, rows.tokens.shape[1], places_of_documents(batch.visibility.segment_ids)
+    for row, places in documents:
+        alone = np.zeros((1, length), np.int32)
+        alone[0, : len(places)] = batch.inputs[row, places]
+        seen = Visibility.of(BIDIRECTIONAL, (jnp.arange(length)[None] < len(places)).astype(jnp.int32))
+        logits = forward(model, jnp.asarray(alone), jnp.arange(length)[None], seen)
+        log_p = np.asarray(jax.nn.log_softmax(logits))[0]
+        is_masked = alone[0, : len(places)] == MASK
+        p = float(batch.diagnostics["mask_ratio"][row, places[0]])
+        prompt = int(np.sum(~np.asarray(padded.is_response[row, places])))
+        assert not is_masked[:prompt].any()
+        cost = sum(-log_p[at, batch.labels[row, places[at]]] for at in np.flatnonzero(is_masked))
+        total += cost / (p * (len(places) - prompt))
+    assert len(documents) < 5 if padding else len(documents) == 5  # some give way to padding of the one before
     terms = loss_terms(forward(model, batch.inputs, batch.positions, batch.visibility), batch)
-    np.testing.assert_allclose(terms["mdm"], total / documents, rtol=1e-5)
+    np.testing.assert_allclose(terms["mdm"], total / len(documents), rtol=1e-5)
     assert total > 0

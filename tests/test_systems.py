@@ -24,7 +24,7 @@ from conftest import (
     tiny_model,
 )
 from flax import nnx
-from helpers import rows_of, with_eos
+from helpers import places_of_documents, rows_of, with_eos
 from quick_compile import compile_few_shapes
 
 from refusion_jax import UserError, decode
@@ -170,15 +170,12 @@ def test_a_document_is_predicted_packed_as_it_is_alone(name):
     _, batch = batch_of(name, 2)
     model = nnx.split(tiny_model())
     packed = np.asarray(_cross_entropy(*model, batch))
-    segments = np.asarray(batch.visibility.segment_ids)
-    for row in range(2):
-        for segment in set(segments[row]) - {0}:
-            own = np.flatnonzero(segments[row] == segment)
-            pad = (0, segments.shape[1] - len(own))  # one length, one compilation
-            cut = lambda x, row=row, own=own, pad=pad: jnp.asarray(np.pad(np.asarray(x)[row, own], pad)[None])  # noqa: E731
-            alone = jax.tree.map(cut, batch)
-            alone = _cross_entropy(*model, alone.replace(visibility=alone.visibility.replace(pattern=None)))
-            np.testing.assert_allclose(np.asarray(alone)[0, : len(own)], packed[row, own], atol=1e-5)
+    for row, own in places_of_documents(batch.visibility.segment_ids):
+        pad = (0, batch.inputs.shape[1] - len(own))  # one length, one compilation
+        cut = lambda x, row=row, own=own, pad=pad: jnp.asarray(np.pad(np.asarray(x)[row, own], pad)[None])  # noqa: E731
+        alone = jax.tree.map(cut, batch)
+        alone = _cross_entropy(*model, alone.replace(visibility=alone.visibility.replace(pattern=None)))
+        np.testing.assert_allclose(np.asarray(alone)[0, : len(own)], packed[row, own], atol=1e-5)
 
 
 @pytest.mark.parametrize("name", TRAINABLE)
