@@ -20,8 +20,9 @@ from typing import Any, ClassVar, Self
 from jaxtyping import Array, Bool
 
 from refusion_jax.model.shape import ModelConfig
-from refusion_jax.systems.refusion.decoder import ExactInfill, ExactWork
+from refusion_jax.systems.refusion.decoder import ExactInfill
 from refusion_jax.systems.refusion.feed import Feed
+from refusion_jax.systems.refusion.phases import Work
 from refusion_jax.systems.refusion.settings import CONFIDENCE, EXACT, LEFT_TO_RIGHT, THRESHOLD, SlotSettings
 
 
@@ -54,7 +55,7 @@ class PlanAlone(ExactInfill):
     settings: ClassVar[type[PlanSettings]] = PlanSettings
     typical: ClassVar[dict[float, float]] = {16.0: 4.53}
 
-    def visible(self, work: ExactWork, feed: Feed) -> Bool[Array, "B W W"]:
+    def visible(self, work: Work, feed: Feed) -> Bool[Array, "B W W"]:
         """Which tokens of the feed each one attends to: itself and those before it, except masks of other slots."""
         slot = feed.source // self.slot_size  # numbered separately in drafts and plan
         return super().visible(work, feed) & (feed.is_draft[:, None] | (slot[:, :, None] == slot[:, None]))

@@ -62,11 +62,13 @@ class ThresholdInfill(SlotDecoder):
 
         infills = (is_verify | is_check) & ~jnp.any(committed, axis=(1, 2))
         is_new = is_propose[:, None, None] & (offset >= runs[:, :, None])
-        after = Work(
+        drafts = jnp.where(is_new, of_masks.token, drafts)
+        after = work.replace(
             phase=jnp.where(is_propose, CHECK, jnp.where(infills, PROPOSE, PLAN)).astype(phase.dtype),
             chosen=chosen,
-            drafts=jnp.where(is_new, of_masks.token, drafts),
+            drafts=drafts,
             accepted=runs,
+            planned=drafts,
         )
         return after, committed
 

@@ -14,8 +14,7 @@ Axes: B rows, M slots of a block, K slot size.
 """
 
 import jax.numpy as jnp
-from flax import struct
-from jaxtyping import Array, Bool, Float32, Int32
+from jaxtyping import Array, Bool, Int32
 
 from refusion_jax.decoding.sampling import run_length, select
 from refusion_jax.decoding.settings import TracedSettings
@@ -25,26 +24,12 @@ from refusion_jax.systems.refusion.loop import SlotDecoder
 from refusion_jax.systems.refusion.phases import PLAN, VERIFY, Work, to_commit
 
 
-@struct.dataclass
-class ExactWork(Work):
-    """The work of each row, and the plan's drafts, which `blend` may prefer."""
-
-    planned: Int32[Array, "B M K"]  # the drafts of the plan
-    planned_chance: Float32[Array, "B M K"]  # their probabilities in the plan
-
-
 class ExactInfill(SlotDecoder):
     """Plan and infill, exactly as token by token."""
 
-    def candidates(self, work: ExactWork) -> Int32[Array, "B M K"]:
-        return work.planned
-
-    def begin(self, chosen: Bool[Array, "B M"], plan: Reading) -> ExactWork:
-        return ExactWork(**vars(super().begin(chosen, plan)), planned=plan.token, planned_chance=plan.chance)
-
     def judge(
-        self, work: ExactWork, here: Block, of_drafts: Reading, of_masks: Reading, settings: TracedSettings
-    ) -> tuple[ExactWork, Bool[Array, "B M K"]]:
+        self, work: Work, here: Block, of_drafts: Reading, of_masks: Reading, settings: TracedSettings
+    ) -> tuple[Work, Bool[Array, "B M K"]]:
         """(the next work of each row, unless a next plan is ready; the drafts to commit).
 
         After a committed EOS everything is dropped. In the remaining slots, each draft that differs from the wanted
@@ -69,7 +54,7 @@ class ExactInfill(SlotDecoder):
         return select(is_verify, repaired, work), committed
 
 
-def blend(work: ExactWork, read: Reading, settings: TracedSettings) -> Int32[Array, "B M K"]:
+def blend(work: Work, read: Reading, settings: TracedSettings) -> Int32[Array, "B M K"]:
     """The wanted token at each place, either the predicted next token or, at temperature 0 only, the plan's draft.
 
     There are two conditional distributions of the same token: given the tokens before it, and the plan's, given mask

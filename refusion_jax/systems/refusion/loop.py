@@ -30,7 +30,7 @@ from refusion_jax.model.shape import ModelConfig
 from refusion_jax.systems.refusion.budget import Sizes, choose, worthwhile
 from refusion_jax.systems.refusion.canvas import Block, Canvas, slots_a_block, slots_of
 from refusion_jax.systems.refusion.feed import Feed, Part, Reading, pack, read, run
-from refusion_jax.systems.refusion.phases import PLAN, VERIFY, Needs, Work, choose_slots, needs_of
+from refusion_jax.systems.refusion.phases import PLAN, Needs, Work, choose_slots, needs_of
 from refusion_jax.systems.refusion.settings import SlotSettings
 
 
@@ -105,7 +105,7 @@ class SlotDecoder(Decoder):
         first_block = layout.places.block(zeros, self.block_slots)
         drafts = jnp.zeros((*first_block.size.shape, self.slot_size), jnp.int32)
         nothing = Reading(drafts, drafts * 0.0, drafts * 0.0)
-        work = self.begin(drafts[:, :, 0] > 0, nothing)
+        work = Work.of(drafts[:, :, 0] > 0, nothing)
         return self.start(
             SlotState,
             layout,
@@ -139,7 +139,7 @@ class SlotDecoder(Decoder):
         is_plan = offset < jnp.where(planned, plan_block.size, 0)[:, :, None]
         mask = jnp.full((1, 1, 1), self.ids.mask_id)
         masks = Part(plan_block, mask, is_plan | needs.masks, always, ~needs.masks)
-        feed = pack(drafts, masks, self.candidates(s.work), self.width)
+        feed = pack(drafts, masks, s.work.planned, self.width)
         hidden, index, new = run(model, s.cache, feed, self.visible(s.work, feed), shape, sizes, self.block_tokens)
         fold_in = jax.vmap(jax.random.fold_in)
         draws = fold_in(s.keys, s.rounds), fold_in(s.keys, s.rounds - 1), s.settings
@@ -157,7 +157,7 @@ class SlotDecoder(Decoder):
         is_ready = jnp.any(planned, axis=1) & is_valid & after.active
         chosen = choose_slots(after.remaining, plan_block, of_masks.chance[:, :, 0], s.settings)
         return after.replace(
-            work=select(is_ready, self.begin(chosen, of_masks), after.work),
+            work=select(is_ready, Work.of(chosen, of_masks), after.work),
             forwards=s.forwards + 1,
             plans=s.plans + is_ready,
             plan_hits=s.plan_hits + (needs.may_plan & is_valid),
@@ -226,19 +226,10 @@ class SlotDecoder(Decoder):
             ended=ended,
         )
 
-    def candidates(self, work: Work) -> Int32[Array, "B M K"]:
-        """The token of each place whose probability is wanted, given the drafts before it."""
-        return work.drafts
-
     def visible(self, work: Work, feed: Feed) -> Bool[Array, "B W W"]:
         """Which tokens of the feed each one attends to: all before it, and itself."""
         (B, W), index = feed.tokens.shape, jnp.arange(feed.tokens.shape[1])
         return jnp.broadcast_to((index[:, None] >= index[None])[None], (B, W, W))
-
-    def begin(self, chosen: Bool[Array, "B M"], plan: Reading) -> Work:
-        """The work of rows whose plan has chosen these slots of its block."""
-        none = jnp.zeros(chosen.shape, jnp.int32)
-        return Work(jnp.full(chosen.shape[:1], VERIFY, jnp.int32), chosen, plan.token, none)
 
     def judge(
         self, work: Work, here: Block, of_drafts: Reading, of_masks: Reading, settings: TracedSettings

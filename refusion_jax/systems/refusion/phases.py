@@ -3,7 +3,7 @@
 Axes: B rows, M slots of a block, K slot size.
 """
 
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 import jax.numpy as jnp
 from flax import struct
@@ -12,6 +12,7 @@ from jaxtyping import Array, Bool, Float32, Int32
 from refusion_jax.decoding.sampling import run_length, surest
 from refusion_jax.decoding.settings import TracedSettings
 from refusion_jax.systems.refusion.canvas import BY_CONFIDENCE, Block
+from refusion_jax.systems.refusion.feed import Reading
 
 PLAN, VERIFY, PROPOSE, CHECK = range(4)
 
@@ -24,6 +25,14 @@ class Work:
     chosen: Bool[Array, "B M"]  # the slots being verified or infilled
     drafts: Int32[Array, "B M K"]
     accepted: Int32[Array, "B M"]  # length of each chosen slot's accepted prefix
+    planned: Int32[Array, "B M K"]  # the drafts as mask tokens made them, whose next-token probabilities are wanted
+    planned_chance: Float32[Array, "B M K"]  # their probabilities in the plan
+
+    @classmethod
+    def of(cls, chosen: Bool[Array, "B M"], plan: Reading) -> Self:
+        """The work of rows whose plan has chosen these slots of its block."""
+        phase, none = jnp.full(chosen.shape[:1], VERIFY, jnp.int32), jnp.zeros(chosen.shape, jnp.int32)
+        return cls(phase, chosen, plan.token, none, plan.token, plan.chance)
 
 
 class Needs(NamedTuple):
