@@ -120,7 +120,7 @@ def test_a_lossless_decoder_is_served_and_so_are_the_gaps_that_it_fills():
     engine, told = Engine(model, own, rows=2), Told()
     engine.start()
     try:
-        assert engine.verified == (0, 0)
+        assert engine.verified == [0, 0]
         requests = [engine.check(dataclasses.replace(request, settings=own)) for request in asked]
         engine.submit([told.job(i, request) for i, request in enumerate(requests)])
         told.wait(len(requests))

@@ -84,10 +84,9 @@ def stream(
             yield index, read_answer(requests[index], *outcome, ids, is_ended)
 
     while waiting or index_of:
-        some = []
-        if len(batch.free) >= min(refill, len(waiting)):
-            some = [waiting.pop() for _ in range(min(len(batch.free), len(waiting)))]
-            index_of |= zip(batch.admit([requests[index] for index in some]), some, strict=True)
+        fitting = min(len(batch.free), len(waiting))
+        some = [waiting.pop() for _ in range(fitting)] if fitting >= min(refill, len(waiting)) else []
+        index_of |= zip(batch.admit([requests[index] for index in some]), some, strict=True)
         # If fewer requests wait than a refill takes, as many free rows are enough.
         wanted = min(refill, len(waiting)) if waiting else batch.rows
         most = every if watch else _MOST

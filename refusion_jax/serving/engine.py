@@ -152,10 +152,9 @@ class Engine:
         return {name: count + self._second.load[name] for name, count in own.items()} if self._second else own
 
     @property
-    def verified(self) -> tuple[int, int]:
-        """(number of drafts that forward passes have verified since the start, number of those that were committed)."""
-        drafts = self._drafts + (self._second.verified if self._second else 0)
-        return int(drafts[0]), int(drafts[1])
+    def verified(self) -> list[int]:
+        """[number of drafts that forward passes have verified since the start, number of those that were committed]."""
+        return (self._drafts + (self._second.verified if self._second else 0)).tolist()
 
     @property
     def is_ready(self) -> bool:
@@ -268,9 +267,10 @@ class Engine:
             for row, job in zip(batch.admit([job.request for job in jobs]), jobs, strict=True):
                 rows[row], job.cached = job, job.cached if job.parts else int(batch.known[row])
             if rows:
-                by_forward = any(job.by_forward for job in rows.values())
-                # 0 forwards show what an admission commits.
-                batch.run(len(batch.free) + 1, int(not jobs) if by_forward else _SHORT_RUN if batch.free else _RUN)
+                most = _SHORT_RUN if batch.free else _RUN
+                if any(job.by_forward for job in rows.values()):
+                    most = 0 if jobs else 1  # 0 forwards show what an admission commits
+                batch.run(len(batch.free) + 1, most)
             self._report_all()
             if rows:
                 self._look()
