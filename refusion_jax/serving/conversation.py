@@ -59,7 +59,6 @@ class ToolCall(Strict):
     id: str = ""
     type: Literal["function"] = "function"
     function: CalledFunction
-    index: int = Field(0, description="Of streamed calls; has no effect")
 
 
 class Message(Strict):
@@ -81,7 +80,7 @@ class Message(Strict):
         """The turn in the form of chat templates, with the content as one text."""
         turn = {"role": "system" if self.role == "developer" else self.role, "content": text_of(self.content)}
         if self.tool_calls:
-            turn["tool_calls"] = [call.model_dump(exclude={"index"}) for call in self.tool_calls]
+            turn["tool_calls"] = [call.model_dump() for call in self.tool_calls]
         return turn | ({"tool_call_id": self.tool_call_id} if self.tool_call_id else {})
 
 

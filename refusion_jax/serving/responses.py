@@ -41,8 +41,6 @@ class Item(Strict):
     type: Literal["message"] = "message"
     role: Literal["system", "developer", "user", "assistant"]
     content: Content
-    id: str = ""
-    status: str = ""
 
 
 class Call(CalledFunction):
@@ -50,8 +48,6 @@ class Call(CalledFunction):
 
     type: Literal["function_call"]
     call_id: str
-    id: str = ""
-    status: str = ""
 
 
 class Result(Strict):
@@ -60,8 +56,6 @@ class Result(Strict):
     type: Literal["function_call_output"]
     call_id: str
     output: Content
-    id: str = ""
-    status: str = ""
 
 
 def _type(item: Any) -> Any:

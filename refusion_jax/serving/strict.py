@@ -25,11 +25,11 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "tools": ([],),
     "truncation": ("disabled",),
 }
-# What tools send along: labels, bookkeeping of other servers, and what OpenAI's client has parsed of an answer.
+# What tools send along: labels, bookkeeping of other servers, and what answers have in addition to their text.
 _IGNORED = frozenset(
-    "cache_salt client_metadata disable_any_whitespace disable_fallback metadata name parsed parsed_arguments "
-    "priority prompt_cache_key request_id safety_identifier service_tier skip_special_tokens "
-    "spaces_between_special_tokens store user".split()
+    "cache_salt client_metadata disable_any_whitespace disable_fallback id index metadata name parsed "
+    "parsed_arguments priority prompt_cache_key request_id safety_identifier service_tier skip_special_tokens "
+    "spaces_between_special_tokens status store user".split()
 )
 
 
