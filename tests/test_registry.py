@@ -57,7 +57,6 @@ DATACLASS = "@dataclasses.dataclass(frozen=True)\nclass "
         ('"odd",', '"odd", is_default=True,', "UserError: .*'refusion' is the default"),
         ("=MaskedDiffusion,", "=MaskedDiffusion(0),", "UserError: .*no base class Objec"),
         ('name="odd"', 'name="o.d"', "UserError: .*section has no name of letters"),
-        ('former={"eps": 1e-3}', 'block_key="eps"', "UserError: .*no setting 'eps', its"),
         ("padding: float", "more: float\n    padding: float", "TypeError: .*'more'"),
         ("steps: int", "width: int", "UserError: .*its --decode.width has no name"),
         ("steps: int = setting(0,", "steps: int = setting(None,", "UserError: .*its --decode.steps has no default"),

@@ -104,8 +104,6 @@ def _missing(system: System) -> Iterator[tuple[str, str]]:
         yield from _lacking("its objective", system.objective, Objective)
     if system.keys and not system.section.isidentifier():
         yield "its config section", "name of letters, digits and underscores"
-    if system.block_key and system.block_key not in system.keys:
-        yield "its objective", f"setting {system.block_key!r}, its block_key"
     for name, decoder in system.decoders.items():
         part = f"its decoder {name!r}"
         yield from _lacking(part, decoder, Decoder)
