@@ -6,6 +6,7 @@ import pyarrow
 import pyarrow.parquet
 from etils import epath
 
+from refusion_jax.cli.errors import first_line
 from refusion_jax.data.examples import KNOWN_FIELDS, Bad, Example, Fields, to_examples
 
 _ROWS = 64  # read at a time: each may be a book
@@ -34,8 +35,7 @@ def read_row_groups(path: str, start: int, end: int, fields: Fields) -> Iterator
                     row += 1
                     yield from to_examples(item, f"{path}: row {row}", fields)
     except Exception as error:  # noqa: BLE001  dates out of range and repeated columns raise none of pyarrow's own
-        reason = " ".join(str(error).split())[:200]
-        yield Bad(f"{path}: row {row + 1}", f"not a whole Parquet file: {reason}", "unreadable file")
+        yield Bad(f"{path}: row {row + 1}", f"not a whole Parquet file: {first_line(error)}", "unreadable file")
 
 
 def _may_be_read(table: pyarrow.parquet.ParquetFile, name: str, fields: Fields) -> bool:

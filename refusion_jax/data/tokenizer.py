@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 import sentencepiece
 
-from refusion_jax.cli.errors import UserError
+from refusion_jax.cli.errors import UserError, refusing
 from refusion_jax.data.interface import Tokenizer
 
 MASK_PIECE = "<mask>"
@@ -28,11 +28,9 @@ class SentencePieceTokenizer(Tokenizer):
         self.threads = -1  # for encoding; -1: one per core
         if not model:  # the library accepts it, and then fails in every call
             raise UserError(f"{origin} is not a sentencepiece model: it is empty")
-        try:
+        with refusing(f"{origin} is not a sentencepiece model"):
             self._pieces = sentencepiece.SentencePieceProcessor(model_proto=model)
             self._pieces.decode(list(range(self.size)))  # each piece is text
-        except (RuntimeError, UnicodeDecodeError) as error:  # the latter also if its own message quotes the file
-            raise UserError(f"{origin} is not a sentencepiece model") from error
         self.bos_id, self.eos_id, self.pad_id = self._pieces.bos_id(), self._pieces.eos_id(), self._pieces.pad_id()
         if isinstance(mask_piece, int):
             self.mask_id = mask_piece if 0 <= mask_piece < self.size else self._pieces.unk_id()
