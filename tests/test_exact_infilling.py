@@ -156,6 +156,8 @@ def test_infilling_is_exact_unless_the_authors_threshold_is_named():
     assert answers(token_threshold=0.4) == theirs
     assert answers(token_threshold=0.4, infill="exact") == ours
     assert answers(infill="threshold") == answers(token_threshold=0.9)
+    with pytest.raises(UserError, match="^token_threshold=-0.5: must be at least 0, or -1 for 0.9"):
+        answers(token_threshold=-0.5)
 
 
 def test_a_batch_is_infilled_in_one_way_and_an_evaluation_decodes_both():

@@ -84,6 +84,8 @@ class SlotSettings(_Slots):
         return points + [{"slot_size": largest} | point for point in wide]
 
     def check(self) -> None:
+        if -1 < self.token_threshold < 0:
+            self.refuse("token_threshold", "must be at least 0, or -1 for 0.9")
         if self.new_tokens % self.multiple:
             self.refuse(
                 "max_new_tokens",
