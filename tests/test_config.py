@@ -99,11 +99,9 @@ def test_the_keys_that_must_hold_are_there():
     ("changes", "said"),
     [
         ({"objective": "gan"}, "objective=gan: unknown; known: ar, .*refusion"),
-        ({"schedule": "step"}, "schedule=step: unknown; known: cosine, wsd, constant"),
         ({"steps": 0}, "steps=0: must be at least 1"),
         ({"eval.decode": "temprature=1"}, "'temprature' is not a setting; did you mean temperature?"),
         ({"learning_rate": 0.0}, "learning_rate=0.0: must be above 0"),
-        ({"weight_decay": -1.0}, "weight_decay=-1.0: must be at least 0"),
         ({"batch_size": 30, "accumulation": 4}, "batch_size=30: must be a multiple of accumulation=4"),
         ({"slots.sizes": (4, 0)}, "slots.sizes=.*one or more whole sizes of 1 to"),
         ({"slots.eps": 1.0}, "slots.eps=1.0: must be below 1"),

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 from conftest import ROOT, TINY_RUN, run, start
 from etils import epath
-from helpers import computed, config_of_mine, http_server, wait_for_steps, wait_until
+from helpers import computed, config_of_mine, free_port, http_server, wait_for_steps, wait_until
 from test_checkpoints import make_state
 
 from refusion_jax import UserError
@@ -252,8 +252,7 @@ def test_a_notice_becomes_sigterm(metadata_server, monkeypatch, before, notice):
 @pytest.mark.thorough
 def test_a_run_on_google_s_machines_can_be_profiled_and_leaves_on_a_notice(metadata_server, tmp_path, monkeypatch):
     monkeypatch.setenv("GCE_METADATA_HOST", metadata_server.address)
-    with socket.create_server(("localhost", 0)) as free:
-        port = free.getsockname()[1]
+    port = free_port()
     flags = ["--config.steps=100000", "--config.log_every=10", f"--profiler_port={port}"]
     process = start("train", *FLAGS, f"--workdir={tmp_path}", *flags)
     wait_for_steps(process, tmp_path, 3)

@@ -7,7 +7,6 @@ import os
 import re
 import shlex
 import signal
-import socket
 import stat
 import threading
 import time
@@ -15,7 +14,7 @@ import time
 import pytest
 from conftest import ROOT, TINY_RUN, run, start
 from etils import epath
-from helpers import tiny_qwen3, wait_for_steps, wait_until
+from helpers import free_port, tiny_qwen3, wait_for_steps, wait_until
 from test_huggingface import assert_same_tensors
 
 from refusion_jax import UserError
@@ -43,8 +42,7 @@ def test_a_run_lives_in_an_object_store_and_resumes_from_what_is_whole_there(sto
 
     # The last save was cut off: its folder is there, but not the mark that it is whole.
     del store.objects["run/checkpoints/60/commit_success.txt"]
-    with socket.create_server(("localhost", 0)) as free:
-        address = f"localhost:{free.getsockname()[1]}"
+    address = f"localhost:{free_port()}"
     with monkeypatch.context() as pod:  # of one host
         for name, value in {"COORDINATOR_ADDRESS": address, "NUM_PROCESSES": "1", "PROCESS_ID": "0"}.items():
             pod.setenv(f"JAX_{name}", value)
