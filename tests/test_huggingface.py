@@ -247,10 +247,6 @@ def to_fp8(path):
 
 BAD = {
     "fp8": (to_fp8, 'config.json: quantization_config={"quant_method": "fp8", "weight_block_size": [16, 16]} is not'),
-    "fp8 of which config.json does not tell": (
-        lambda p: (to_fp8(p), change_config(p, quantization_config="gone")),
-        f"{Q}_scale_inv has no place in the model that config.json describes",
-    ),
     "missing shard": (
         lambda p: next(p.glob("*.safetensors")).unlink(),
         "model-00001-of-00001.safetensors cannot be read: No such file",

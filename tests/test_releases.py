@@ -256,11 +256,7 @@ CONTRADICTIONS = [  # what config.json says of a family (...: nothing), and what
     ("gemma3_text", {"layer_types": ["full_attention", "sliding_attention"]}, "2 times sliding_attention, or full_att"),
     ("gemma3_text", {"sliding_window": None}, "sliding_window, the reach of local layers, is missing"),
     ("gemma3_text", {"rope_local_base_freq": None}, "local_rope.0: Input should be a valid number"),
-    (
-        "gemma3_text",
-        {"rope_parameters": {"rope_theta": 9.0}},
-        "must be those of full_attention and of sliding_attention",
-    ),
+    ("gemma3_text", {"rope_parameters": {"rope_theta": 9.0}}, "must be those of full_attention and of sliding_attent"),
     (
         "gemma3_text",
         {"rope_parameters": {"full_attention": {"rope_theta": 9.0}, "sliding_attention": SCALED}},

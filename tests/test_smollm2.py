@@ -2,13 +2,12 @@
 
 import importlib.util
 import json
-import urllib.request
 from pathlib import Path
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import SHARED, causal, forward, run, serving
+from conftest import SHARED, causal, forward, run
 from helpers import write_lines
 
 from refusion_jax import DecodeSettings, decode, load_model, load_tokenizer
@@ -16,7 +15,6 @@ from refusion_jax.training.metrics import read_metrics
 
 pytestmark = pytest.mark.slow
 QUESTION = "What is the capital of Italy?"
-DECODING = ["--decode.max_new_tokens=16", "--decode.slot_size=8"]
 
 
 @pytest.fixture(scope="module")
@@ -81,14 +79,6 @@ def adapted(smollm2, tmp_path_factory):
     return path / "run", path
 
 
-@pytest.fixture(scope="module")
-def exported(adapted, tmp_path_factory):
-    """The run as a Hugging Face directory."""
-    path = tmp_path_factory.mktemp("exported") / "export"
-    run("convert", "--format=huggingface", f"--from={adapted[0]}", f"--to={path}")
-    return path
-
-
 def test_twenty_steps_of_adapters_lower_the_loss_of_problems_that_are_held_out(adapted):
     losses = [record["eval_loss"] for record in read_metrics(adapted[0]) if "eval_loss" in record]
     assert losses[-1] < losses[0]
@@ -96,40 +86,32 @@ def test_twenty_steps_of_adapters_lower_the_loss_of_problems_that_are_held_out(a
 
 def test_the_adapted_model_is_evaluated(adapted, tmp_path):
     workdir, problems = adapted
-    tasks = ["--tasks=gsm8k", f"--task_data={problems}", "--num_fewshot=0"]
-    run("evaluate", f"--checkpoint={workdir}", *tasks, f"--output={tmp_path}/scores", *DECODING)
+    flags = ["--tasks=gsm8k", f"--task_data={problems}", "--num_fewshot=0"]
+    flags += ["--decode.max_new_tokens=16", "--decode.slot_size=8"]
+    run("evaluate", f"--checkpoint={workdir}", *flags, f"--output={tmp_path}/scores")
     results = json.loads((tmp_path / "scores" / "results.json").read_text())
     assert results["n-samples"]["gsm8k"]["effective"] == 2
 
 
 @pytest.mark.filterwarnings("ignore")  # of theirs
-def test_transformers_and_peft_read_what_the_adapted_model_becomes(smollm2, adapted, exported, tmp_path):
+def test_transformers_and_peft_read_what_the_adapted_model_becomes(smollm2, adapted, tmp_path):
     peft = pytest.importorskip("peft")
     import torch
     import transformers
 
     (source, _), (workdir, _) = smollm2, adapted
-    run("convert", "--format=peft", f"--from={workdir}", f"--to={tmp_path}/peft")
+    for form in ("peft", "huggingface"):
+        run("convert", f"--format={form}", f"--from={workdir}", f"--to={tmp_path}/{form}")
     ours, tokenizer = load_model(workdir), load_tokenizer(workdir)
     (prompt,) = tokenizer.encode_prompts([QUESTION])
     tokens = np.array([prompt], np.int32)
     expected = forward(ours, tokens, np.arange(len(prompt))[None], causal(np.ones_like(tokens)))
     whole, base = (
-        transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32) for path in (exported, source)
+        transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+        for path in (tmp_path / "huggingface", source)
     )
     for theirs in (whole, peft.PeftModel.from_pretrained(base, tmp_path / "peft")):
         with torch.no_grad():
             logits = theirs(torch.tensor(tokens)).logits.numpy()
         rows = min(logits.shape[-1], expected.shape[-1])
         np.testing.assert_allclose(logits[..., :rows], expected[..., :rows], atol=1e-4 * np.abs(logits).max())
-
-
-def test_an_export_serves_the_answer_that_it_generates(exported):
-    answer, _ = run("generate", f"--checkpoint={exported}", f"--prompt={QUESTION}", *DECODING)
-    with serving(f"--checkpoint={exported}", "--model_name=smol", *DECODING) as address:
-        asked = json.dumps({"model": "smol", "messages": [{"role": "user", "content": QUESTION}], "temperature": 0})
-        headers = {"Content-Type": "application/json"}
-        request = urllib.request.Request(f"{address}/v1/chat/completions", asked.encode(), headers)
-        with urllib.request.urlopen(request) as reply:
-            served = json.load(reply)
-    assert served["choices"][0]["message"]["content"] == json.loads(answer)["text"]
