@@ -92,6 +92,14 @@ def test_a_token_with_a_role_is_special_whatever_tokenizer_json_says_of_it(tmp_p
     assert tokenizer.decode([*plain.encode(["a"])[0], plain.eos_id]) == "a"
 
 
+def test_a_tokenizer_that_fails_at_a_text_is_named(tmp_path):
+    path = write_tokenizer(tmp_path, chat_template=None)
+    model = {"type": "WordLevel", "vocab": {"<|im_end|>": 0}, "unk_token": "gone"}
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"model": model}))
+    with pytest.raises(UserError, match="tokenizer.json is a tokenizer that fails: "):
+        load_tokenizer_file(path, "<mask>").encode(["a" * 40 + "b"])
+
+
 def test_lengths_that_a_tokenizer_was_once_used_with_do_not_matter(tmp_path):
     path = write_tokenizer(tmp_path)
     known = load_tokenizer_file(path, "<mask>").encode(["What is the number?", "It"])

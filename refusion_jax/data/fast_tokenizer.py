@@ -171,7 +171,8 @@ class FastTokenizer(Tokenizer):
     def _encode(self, texts: list[str], as_text: bool) -> list[list[int]]:
         if self._tokenizer.encode_special_tokens != as_text:  # else "<|im_end|>" becomes the token of that name; where
             self._tokenizer.encode_special_tokens = as_text  # all calls ask for the same, threads may encode at once
-        return [one.ids for one in self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)]
+        with refusing(f"{self._path} is a tokenizer that fails"):
+            return [one.ids for one in self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)]
 
     def encode_prompts(self, texts: list[str | Messages | None]) -> list[list[int]]:
         """Ids of prompts in the chat template: a string is the turn of a user; messages are the turns they say."""
