@@ -31,7 +31,6 @@ from refusion_jax.serving.access import Access, allowed_hosts
 from refusion_jax.serving.app import make_app
 from refusion_jax.serving.connections import TimedConnection
 from refusion_jax.serving.engine import BusyError, Engine
-from refusion_jax.serving.errors import largest_body
 from refusion_jax.serving.service import Service
 
 
@@ -191,7 +190,7 @@ def client(app):
     return TestClient(app, base_url="http://localhost")
 
 
-LARGEST, GAP = largest_body(64), {"suffix": "b", "max_tokens": 4}
+LARGEST, GAP = (1 << 20) + 128 * 64, {"suffix": "b", "max_tokens": 4}
 CHOICE = {"structured_outputs": {"choice": ["b"]}}
 FORM = {"type": "json_schema", "name": "a"}
 NO = FORM | {"schema": {"type": "no"}}

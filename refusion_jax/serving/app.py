@@ -22,6 +22,7 @@ from refusion_jax.serving.service import Service
 from refusion_jax.serving.writer import Delta
 
 _SMALL = 1 << 13  # bytes; parsing that many takes at most a millisecond
+_MOST = 1 << 20  # bytes besides those of a text as long as the context: enough for many short ones
 _REFERENCE = "#/components/schemas/{model}"
 _POLICY = (  # for pages, which use the routes that every client has, and load nothing else
     "default-src 'none'; connect-src 'self'; img-src data:; style-src 'unsafe-inline'; script-src 'unsafe-inline'; "
@@ -61,8 +62,13 @@ def _parsed(kind: type[BaseModel]) -> Any:
     """Parses the body of a request; a large one in another thread, which may hold Python's lock for up to 50 ms."""
 
     async def parse(request: Request, service: Served) -> BaseModel:
-        raw = await request.body()
-        if len(raw) <= _SMALL:
+        raw, most = bytearray(), _MOST + 128 * service.engine.settings.cache_length
+        async for part in request.stream():
+            raw += part
+            if len(raw) > most:
+                raise HTTPException(413, f"a request has at most {most} bytes: send fewer prompts at once")
+        request.state.is_small = len(raw) <= _SMALL
+        if request.state.is_small:
             body = read_body(kind, raw)
         else:
             body = await anyio.to_thread.run_sync(read_body, kind, raw, limiter=request.app.state.large)
@@ -85,7 +91,7 @@ def _threads(request: Request, body: Completion | Chat) -> anyio.CapacityLimiter
 
 @routes.post("/v1/completions", **_documented(Completion))
 async def completions(body: Annotated[Completion, _parsed(Completion)], service: Served, request: Request):
-    if len(await request.body()) <= _SMALL and len(body.prompt) == 1 and not body.constraints:
+    if request.state.is_small and len(body.prompt) == 1 and not body.constraints:
         choices = service.completion(body)  # takes half a millisecond, and waits for no thread
     else:
         choices = await anyio.to_thread.run_sync(service.completion, body, limiter=_threads(request, body))

@@ -10,20 +10,13 @@ from fastapi.responses import JSONResponse
 from pydantic import BaseModel, ValidationError
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from refusion_jax.cli.errors import Failure, UserError
 from refusion_jax.serving.engine import BusyError, TooLongError
 
 
-def largest_body(cache_length: int) -> int:
-    """Most bytes of a request: enough for a few texts as long as the context, or many short ones."""
-    return (1 << 20) + 128 * cache_length
-
-
 def handle_errors(app: FastAPI, cache_length: int) -> None:
-    """Makes the application answer every error with its status and the field at fault; the context limits bodies."""
-    app.add_middleware(LimitBody, most=largest_body(cache_length))
+    """Makes the application answer every error with its status and the field at fault."""
     context = f"this model's maximum context length is {cache_length} tokens"
     answers: dict[type[Exception], Callable[[Any], JSONResponse]] = {
         HTTPException: lambda error: _refusal(error.status_code, str(error.detail), headers=error.headers),
@@ -42,26 +35,6 @@ def handle_errors(app: FastAPI, cache_length: int) -> None:
 
     for kind in answers:
         app.add_exception_handler(kind, functools.partial(respond, kind))
-
-
-class LimitBody:
-    """Refuses requests with a body of more than `most` bytes, before it is read as a whole."""
-
-    def __init__(self, app: ASGIApp, most: int):
-        self._app, self._most = app, most
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        seen = 0
-
-        async def limited() -> Message:
-            nonlocal seen
-            message = await receive()
-            seen += len(message.get("body", b""))
-            if seen > self._most:
-                raise HTTPException(413, f"a request has at most {self._most} bytes: send fewer prompts at once")
-            return message
-
-        await self._app(scope, limited if scope["type"] == "http" else receive, send)
 
 
 _OF_A_TYPE = re.compile(r"^(str|int|list|dict)$|[A-Z\[(]")  # added by pydantic if a field may have several types
