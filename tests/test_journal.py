@@ -26,7 +26,7 @@ ANSWERS = [{"id": i, "text": "\u2028" * i} for i in range(5)]
 
 
 def written(path, count=3):
-    journal = Journal(path, CALL, range(5))
+    journal = Journal(path, CALL)
     for i in range(count):
         journal.add(i, ANSWERS[i])
     journal.close()
@@ -38,13 +38,13 @@ def test_answers_outlive_a_kill_at_any_byte(tmp_path):
     whole = written(path)
     for cut in range(len(whole) + 1):
         path.write_bytes(whole[:cut])
-        journal = Journal(path, CALL, range(5))
+        journal = Journal(path, CALL)
         kept = len(journal.records)
         assert kept == max(whole[:cut].count(b"\n") - 1, 0)
         assert journal.records == dict(enumerate(ANSWERS[:kept]))
         journal.add(4, ANSWERS[4])
         journal.close()
-        journal = Journal(path, CALL, range(5))
+        journal = Journal(path, CALL)
         journal.close()
         assert journal.records == {**dict(enumerate(ANSWERS[:kept])), 4: ANSWERS[4]}
 
@@ -59,9 +59,9 @@ def test_nothing_is_made_before_the_first_answer_and_the_file_alone_remains_afte
 
 def test_lines_that_make_no_sense_are_left_out(tmp_path):
     path = tmp_path / "j"
-    junk = [b"\0" * 9, b"[]", b'{"key": 9, "record": {}}', b'{"key": true, "record": {}}', b'{"key": 1}', b"[" * 9999]
+    junk = [b"\0" * 9, b"[]", b'{"key": true, "record": {}}', b'{"key": 1}', b"[" * 9999]
     path.write_bytes(b"\n".join([json.dumps({"call": CALL}).encode(), *junk, b'{"key": 2, "record": {"id": 2}}', b""]))
-    assert Journal(path, CALL, range(5)).records == {2: {"id": 2}}
+    assert Journal(path, CALL).records == {2: {"id": 2}}
 
 
 def test_what_is_in_the_way_is_not_touched(tmp_path):
@@ -75,15 +75,15 @@ def test_what_is_in_the_way_is_not_touched(tmp_path):
         ("short", CALL, "not a journal of answers: move it away"),
     ):
         with pytest.raises(UserError, match=f"{name} .*{said}"):
-            Journal(tmp_path / name, call, range(5))
+            Journal(tmp_path / name, call)
     assert (tmp_path / "journal").read_bytes() == before
     assert (tmp_path / "text").read_text() == "a letter\nof mine"
 
 
 def test_two_cannot_write_to_one(tmp_path):
-    first, second = (Journal(tmp_path / "j", CALL, range(5)) for _ in range(2))
+    first, second = (Journal(tmp_path / "j", CALL) for _ in range(2))
     first.add(0, ANSWERS[0])
-    for begin in (lambda: second.add(1, ANSWERS[1]), lambda: Journal(tmp_path / "j", CALL, range(5))):
+    for begin in (lambda: second.add(1, ANSWERS[1]), lambda: Journal(tmp_path / "j", CALL)):
         with pytest.raises(UserError, match="is being written by another process"):
             begin()
 
@@ -92,13 +92,13 @@ def test_a_full_disk_loses_nothing_that_was_there(tmp_path, full_disk):
     path = tmp_path / "j"
     size = len(written(path))
     full_disk(size + 20)
-    journal = Journal(path, CALL, range(5))
+    journal = Journal(path, CALL)
     with pytest.raises(Failure, match="File too large; it keeps 3 answers"):
         journal.add(3, ANSWERS[3])
     journal.close()
     full_disk(-1)
     assert len(path.read_bytes()) == size + 20
-    assert Journal(path, CALL, range(5)).records == dict(enumerate(ANSWERS[:3]))
+    assert Journal(path, CALL).records == dict(enumerate(ANSWERS[:3]))
 
 
 def test_the_stamp_changes_with_the_weights_and_the_config_of_a_model_and_of_auxiliary_ones(tmp_path):

@@ -7,7 +7,6 @@ The first line describes the call, unless its caller does. Each further line is 
 import contextlib
 import os
 import time
-from collections.abc import Container
 from pathlib import Path
 from typing import Any
 
@@ -23,11 +22,11 @@ class Journal:
     No file is created before the first `add`, or without a path. While it is open, other processes cannot write to it.
     """
 
-    def __init__(self, path: Path | None, call: dict[str, str] | None = None, keys: Container[int] | None = None):
+    def __init__(self, path: Path | None, call: dict[str, str] | None = None):
         """Reads the answers of an interrupted call; refuses a file that another process writes, or that is no journal.
 
         `call` holds everything that the answers depend on, as short texts by name; another call's journal is refused.
-        None: the caller checks that. `keys` are the valid keys; None: texts that say all that an answer depends on.
+        None: the caller checks that, or the keys say all that an answer depends on.
         """
         self.path, self._call = path, call
         self._log: AppendLog | None = None
@@ -39,8 +38,7 @@ class Journal:
             self._is_empty = not lines
             if call is not None and not (not lines and b'{"call": '.startswith(cut_off[:9])):
                 _check_call(path, lines, call)
-            found = _records(lines).items()
-            self.records = {k: x for k, x in found if (isinstance(k, str) if keys is None else k in keys)}
+            self.records = _records(lines)
 
     def add(self, key: int | str, record: dict[str, Any]) -> None:
         """Writes an answer; Failure if it cannot, and earlier ones stay. Refuses a file that another process writes."""

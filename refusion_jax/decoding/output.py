@@ -45,7 +45,7 @@ class File:
         self._journals = [] if is_remote(path) else [Path(real + name) for name in names]
         for journal in self._journals:  # parts of different calls must not end up in one file
             read_records(journal, call)
-        self._journal = Journal(self._journals[number - 1] if self._journals else None, call, range(count))
+        self._journal = Journal(self._journals[number - 1] if self._journals else None, call)
         self.add, self.close = self._journal.add, self._journal.close
         self._own = range(count)[number - 1 :: parts]
         self.left = [i for i in self._own if i not in self._journal.records]
