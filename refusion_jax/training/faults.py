@@ -46,16 +46,15 @@ class RunUnderTest:
 
     def start(self) -> None:
         self._heard_from = self._log.stat().st_size if self._log.exists() else 0
-        self.processes = [self._launch(index) for index in range(self.hosts)]
-
-    def _launch(self, index: int) -> subprocess.Popen:
-        env = dict(os.environ)
+        environments = [dict(os.environ)]
         if self.hosts > 1:
-            if index == 0:
-                with socket.create_server(("", 0)) as server:
-                    self._port = server.getsockname()[1]
-            env |= {"JAX_COORDINATOR_ADDRESS": f"localhost:{self._port}", "JAX_NUM_PROCESSES": str(self.hosts)}
-            env |= {"JAX_PROCESS_ID": str(index)}
+            with socket.create_server(("", 0)) as server:
+                address = f"localhost:{server.getsockname()[1]}"
+            run = {"JAX_COORDINATOR_ADDRESS": address, "JAX_NUM_PROCESSES": str(self.hosts)}
+            environments = [os.environ | run | {"JAX_PROCESS_ID": str(index)} for index in range(self.hosts)]
+        self.processes = [self._launch(env) for env in environments]
+
+    def _launch(self, env: dict[str, str]) -> subprocess.Popen:
         line = [sys.executable, "-m", "refusion_jax.train", *self.flags, f"--workdir={self.workdir}"]
         process = subprocess.Popen(
             line, env=env, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
