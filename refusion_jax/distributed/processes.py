@@ -55,20 +55,16 @@ def together(peer_seconds: float = 300.0, lost_seconds: int = 60) -> Iterator[No
             raise
         if isinstance(error, Exception) and not isinstance(error, UserError):
             time.sleep(lost_seconds + 5)  # if another process was lost, JAX ends this one now
-        code = _explain(error)
+        if isinstance(error, KeyboardInterrupt | UserError | Failure):
+            said, code = command.verdict(error)
+            command.explain(said)
+        else:
+            traceback.print_exception(error)
+            code = 1
         sys.stdout.flush()
         sys.stderr.flush()
-        os._exit(code)  # a normal exit would wait minutes for the others, which wait for this process
-
-
-def _explain(error: Exception | KeyboardInterrupt) -> int:
-    """Prints why this process exits alone, and returns its exit code."""
-    if isinstance(error, KeyboardInterrupt | UserError | Failure):
-        said, code = command.verdict(error)
-        command.explain(said)
-        return EXIT_CODE if isinstance(error, Failure) else code
-    traceback.print_exception(error)
-    return 1
+        # A normal exit would wait minutes for the others, which wait for this process.
+        os._exit(EXIT_CODE if isinstance(error, Failure) else code)
 
 
 def initialize(peer_seconds: float = 300.0, lost_seconds: int = 60) -> None:
