@@ -95,10 +95,11 @@ def likelihoods(
     if system.scoring is None:
         raise UserError(f"the likelihood of {system.name} models is not known")
     order = order if isinstance(order, str) else whole_numbers("order", order, "slot indices")
-    texts = _checked(model, method, prompts, continuations, slot_size, order, draws, seed)
-    draws = _draws(system, order, draws)
+    _check_least("draws", draws, 0)
+    texts = _texts(model, method, prompts, continuations, slot_size, order, seed, keys)
+    draws = _used(system, slot_size, order, draws).get("draws", 1)
     nats, greedy = np.zeros((len(texts), draws)), np.ones((len(texts), draws), bool)
-    for at, fed, (log_p, is_best, *_) in _scored(model, system, texts, slot_size, order, draws, seed, keys):
+    for at, fed, (log_p, is_best, *_) in _scored(model, system, texts, draws):
         nats[at] = np.sum(np.where(fed.weights > 0, log_p, 0.0) * fed.weights, dtype=np.float64)
         greedy[at] = is_best[fed.weights > 0].all()
     errors = np.std(nats, axis=1, ddof=1) / draws**0.5 if draws > 1 else np.zeros(len(texts))
@@ -147,24 +148,21 @@ def _bytes_of(prompt: np.ndarray, response: np.ndarray, tokenizer: Tokenizer) ->
     return sum(len(tokenizer.spelling(id)) for id in ids) if "\ufffd" in text else len(text.encode())
 
 
-def _has_slots(system: System) -> bool:
-    return any("slot_size" in declared(decoder.settings) for decoder in system.decoders.values())
-
-
-def _draws(system: System, order: str | Sequence[int], draws: int) -> int:
-    if system.scoring.is_bound:
-        return draws or _BOUND_DRAWS
-    return (draws or 1) if order == "random" and _has_slots(system) else 1
-
-
 def _used(
-    system: System, slot_size: int = 8, order: str = "left_to_right", draws: int = 0, seed: int = 0
-) -> dict[str, object]:
-    """The settings of `likelihoods`, besides the method, on which the value depends."""
-    slots = {"slot_size": slot_size, "order": order} if _has_slots(system) else {}
-    is_drawn = system.scoring.is_bound or (bool(slots) and order == "random")
-    drawn = {"draws": _draws(system, order, draws), "seed": seed} if is_drawn else {}
-    return slots | drawn
+    system: System,
+    slot_size: int = 8,
+    order: str | Sequence[int] = "left_to_right",
+    draws: int = 0,
+    seed: int = 0,
+) -> dict[str, Any]:
+    """The settings of `likelihoods`, besides the method, on which the value depends; one draw if not said."""
+    has_slots = any("slot_size" in declared(decoder.settings) for decoder in system.decoders.values())
+    used = {"slot_size": slot_size, "order": order} if has_slots else {}
+    if system.scoring.is_bound:
+        return used | {"draws": draws or _BOUND_DRAWS, "seed": seed}
+    if has_slots and order == "random":
+        return used | {"draws": draws or 1, "seed": seed}
+    return used
 
 
 def spread(count: int, of: int) -> list[int]:
@@ -196,25 +194,41 @@ def longest_scored(config: ModelConfig, method: str) -> int:
     return config.max_position_embeddings + bool(scoring and scoring.needs_prompt)
 
 
-def _checked(model, method, prompts, continuations, slot_size, order="left_to_right", draws=0, seed=0) -> list[tuple]:
+def _texts(
+    model: LanguageModel,
+    method: str,
+    prompts: Sequence[Sequence[int]],
+    continuations: Sequence[Sequence[int]],
+    slot_size: int,
+    order: str | Sequence[int] = "left_to_right",
+    seed: int = 0,
+    keys: Sequence[int] | None = None,
+) -> list[ScoredText]:
+    """The arguments of `likelihoods`, checked; the `draw` of each text is without the number of the draw."""
     if isinstance(order, str) and order not in ("left_to_right", "random"):
         raise UserError(f"order={order}: must be left_to_right, random, or a list of slots")
-    for name, value, least in (("slot_size", slot_size, 1), ("draws", draws, 0), ("seed", seed, 0)):
-        if not isinstance(value, int | np.integer) or value < least:
-            raise UserError(f"{name}={value}: must be at least {least}, a whole number")
+    _check_least("slot_size", slot_size, 1)
+    _check_least("seed", seed, 0)
     if len(prompts) != len(continuations):
         raise UserError(f"continuations: {len(continuations)} of them, for {len(prompts)} prompts")
     c, texts = model.config, []
     for number, (prompt, continuation) in enumerate(zip(prompts, continuations, strict=True)):
-        prompt, continuation = (whole_numbers(f"text {number}", given) for given in (prompt, continuation))
+        name, key = f"text {number}", number if keys is None else keys[number]
+        prompt, continuation = (whole_numbers(name, given) for given in (prompt, continuation))
         if ids := prompt + continuation:
-            check_tokens(f"text {number}", ids, c.num_tokens)
+            check_tokens(name, ids, c.num_tokens)
         if len(ids) > longest_scored(c, method):
             raise UserError(
-                f"text {number}: has {len(ids)} tokens, and the model reads {c.max_position_embeddings}: shorten it"
+                f"{name}: has {len(ids)} tokens, and the model reads {c.max_position_embeddings}: shorten it"
             )
-        texts.append((np.array(prompt, np.int32), np.array(continuation, np.int32)))
+        arrays = np.array(prompt, np.int32), np.array(continuation, np.int32)
+        texts.append(ScoredText(*arrays, slot_size, order, c.mask_token_id, draw=(seed, key), name=name))
     return texts
+
+
+def _check_least(name: str, value: object, least: int) -> None:
+    if not isinstance(value, int | np.integer) or value < least:
+        raise UserError(f"{name}={value}: must be at least {least}, a whole number")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -241,9 +255,9 @@ def token_scores(
     system = system_of(method)
     if system.scoring is None or system.scoring.is_bound:
         raise UserError(f"the likelihood of a token is not known for {system.name} models")
-    texts = _checked(model, method, prompts, continuations, slot_size)
+    texts = _texts(model, method, prompts, continuations, slot_size)
     scores: list[list[TokenScore]] = [[] for _ in texts]
-    for (number, _), fed, (log_p, _, *best) in _scored(model, system, texts, slot_size, "left_to_right", top=top):
+    for (number, _), fed, (log_p, _, *best) in _scored(model, system, texts, top=top):
         labelled = np.flatnonzero(fed.weights)
         in_text_order = labelled[np.argsort(fed.places[labelled])]
         scores[number] = [
@@ -253,14 +267,13 @@ def token_scores(
 
 
 def _scored(
-    model, system, texts, slot_size, order, draws=1, seed=0, keys=None, top=0
+    model: LanguageModel, system: System, texts: Sequence[ScoredText], draws: int = 1, top: int = 0
 ) -> Iterator[tuple[tuple[int, int], ScoredTokens, list[np.ndarray]]]:
-    """((number of a text, draw), what is fed, its `log_probabilities`), for all texts of `_checked` but empty ones."""
-    keys, fed = range(len(texts)) if keys is None else keys, {}
+    """((number of a text, draw), what is fed, its `log_probabilities`), for all texts of `_texts` but empty ones."""
+    fed = {}
     for number, text in enumerate(texts):
-        for draw in range(draws if len(text[1]) else 0):
-            how = slot_size, order, model.config.mask_token_id, (seed, keys[number], draw), f"text {number}"
-            fed[number, draw] = system.scoring.forward(ScoredText(*text, *how))
+        for draw in range(draws if len(text.continuation) else 0):
+            fed[number, draw] = system.scoring.forward(dataclasses.replace(text, draw=(*text.draw, draw)))
     if not fed:
         return
     places, items = zip(*fed.items(), strict=True)

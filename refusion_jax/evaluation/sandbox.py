@@ -85,7 +85,15 @@ def run(program: str, limits: Limits = Limits(), unsafe: bool = False) -> Outcom
         tail = log.read_bytes()[-_LOG:].decode("utf-8", "replace").strip() if log.exists() else ""
     ended = json.loads(process.stdout) if process.returncode == 0 else {"refused": process.stderr[-_LOG:]}
     if ended.get("refused"):
-        raise UserError(_why_not(" ".join(ended["refused"].split()), unsafe))
+        reason = " ".join(ended["refused"].split())
+        if unsafe:
+            raise UserError(
+                f"--unsafe: generated code cannot be run here: {reason}; as root it is run by the user nobody"
+            )
+        raise UserError(
+            f"--allow_code_execution: generated code cannot be shut in on this machine: {reason}; evaluate where the "
+            f"kernel allows user namespaces, or give --unsafe to run it with limits only"
+        )
     if ended["passed"]:
         return Outcome(True, "passed")
     if ended["code"] is None:
@@ -116,15 +124,6 @@ def run_allowed(programs: Sequence[str]) -> list[Outcome]:
         return [Outcome(False, "not run")] * len(programs)
     with ThreadPoolExecutor(available_cores()) as pool:
         return list(pool.map(functools.partial(run, unsafe=how == "unsafe"), programs))
-
-
-def _why_not(reason: str, unsafe: bool) -> str:
-    if unsafe:
-        return f"--unsafe: generated code cannot be run here: {reason}; as root it is run by the user nobody"
-    return (
-        f"--allow_code_execution: generated code cannot be shut in on this machine: {reason}; evaluate where the "
-        f"kernel allows user namespaces, or give --unsafe to run it with limits only"
-    )
 
 
 def _read_only(python: Path) -> list[str]:

@@ -125,7 +125,13 @@ def scoring_forward(text: ScoredText) -> ScoredTokens:
     index = np.arange(len(tokens) - 1, dtype=np.int32)
     places = index + 1 - len(text.prompt)
     return ScoredTokens(
-        tokens[:-1], index, index, np.zeros_like(index), tokens[1:], (places >= 0).astype(np.float32), places
+        tokens=tokens[:-1],
+        positions=index,
+        rank=index,
+        group=np.zeros_like(index),
+        labels=tokens[1:],
+        weights=(places >= 0).astype(np.float32),
+        places=places,
     )
 
 

@@ -165,7 +165,15 @@ def scoring_forward(text: ScoredText) -> ScoredTokens:
     tokens, weights = labels.copy(), np.zeros(P + R, np.float32)
     tokens[hidden], weights[hidden] = text.mask_id, R / len(hidden)
     index, everywhere = np.arange(P + R, dtype=np.int32), np.zeros(P + R, np.int32)
-    return ScoredTokens(tokens, index, everywhere, everywhere, labels, weights, index - P)
+    return ScoredTokens(
+        tokens=tokens,
+        positions=index,
+        rank=everywhere,
+        group=everywhere,
+        labels=labels,
+        weights=weights,
+        places=index - P,
+    )
 
 
 SCORING = Scoring(scoring_forward, is_bound=True)

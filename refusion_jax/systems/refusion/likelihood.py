@@ -43,17 +43,17 @@ def slot_scoring(text: ScoredText) -> ScoredTokens:
     has_next = np.append(slot_of[1:] == slot_of[:-1], False)
     at = np.argsort(written)[first]  # [N] number of tokens of the continuation before each slot in the order
     clean = np.arange(P + R)
+    next_token = np.where(has_next, continuation[np.minimum(written + 1, R - 1)], 0)
+
+    def joined(*parts: np.ndarray, dtype: type = np.int32) -> np.ndarray:
+        return np.concatenate(parts).astype(dtype)
+
     return ScoredTokens(
-        *(
-            np.concatenate(parts).astype(np.int32)
-            for parts in (
-                (prompt, continuation[written], np.full(len(first), text.mask_id)),
-                (np.arange(P), P + written, P + first),
-                (2 * clean, 2 * (P + at) - 1),
-                (np.zeros_like(clean), 1 + place),
-                (np.zeros(P), np.where(has_next, continuation[np.minimum(written + 1, R - 1)], 0), continuation[first]),
-            )
-        ),
-        np.concatenate([np.zeros(P), has_next, np.ones(len(first))]).astype(np.float32),
-        np.concatenate([np.zeros(P), written + 1, first]).astype(np.int32),
+        tokens=joined(prompt, continuation[written], np.full(len(first), text.mask_id)),
+        positions=joined(np.arange(P), P + written, P + first),
+        rank=joined(2 * clean, 2 * (P + at) - 1),
+        group=joined(np.zeros_like(clean), 1 + place),
+        labels=joined(np.zeros(P), next_token, continuation[first]),
+        weights=joined(np.zeros(P), has_next, np.ones(len(first)), dtype=np.float32),
+        places=joined(np.zeros(P), written + 1, first),
     )
