@@ -224,18 +224,14 @@ def test_answers_that_a_prefill_writes_take_no_forwards(tmp_path, trained_run, t
 
 
 @pytest.mark.thorough
-def test_results_name_the_step_that_was_decoded_while_the_run_goes_on(tmp_path, trained_run, tasks):
-    shutil.copytree(trained_run, tmp_path / "run")
-    flags = [f"--checkpoint={tmp_path}/run", f"--include_path={tasks(GENERATE)}", f"--output={tmp_path}/out"]
+def test_results_and_model_cards_name_the_step_that_was_read_while_the_run_goes_on(tmp_path, trained_run, tasks):
+    workdir = shutil.copytree(trained_run, tmp_path / "run")
+    flags = [f"--checkpoint={workdir}", f"--include_path={tasks(GENERATE)}", f"--output={tmp_path}/out"]
     run("-c", saved_meanwhile("evaluate", "load_for"), *flags, "--tasks=sums", "--limit=1")
     results = json.loads((tmp_path / "out/results.json").read_text())
-    assert results["config"]["checkpoint"] == f"{tmp_path}/run/checkpoints/60"
-
-
-@pytest.mark.thorough
-def test_a_model_card_names_the_step_that_was_exported_while_the_run_goes_on(tmp_path, trained_run):
-    shutil.copytree(trained_run, tmp_path / "run")
-    flags = [f"--from={tmp_path}/run", f"--to={tmp_path}/export", "--format=huggingface"]
+    assert results["config"]["checkpoint"] == f"{workdir}/checkpoints/60"
+    shutil.rmtree(workdir / "checkpoints" / "70")
+    flags = [f"--from={workdir}", f"--to={tmp_path}/export", "--format=huggingface"]
     run("-c", saved_meanwhile("convert", "contents.read_dtype"), *flags)
     assert ": 60 of " in (tmp_path / "export" / "README.md").read_text()
 

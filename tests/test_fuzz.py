@@ -26,15 +26,8 @@ def good(trained_run, tmp_path_factory) -> tuple[Path, Path, Path]:
     """A trained run, rows that `prepare` wrote, and a Hugging Face directory."""
     directory = tmp_path_factory.mktemp("good")
     (directory / "in.jsonl").write_text('{"query": "Sort 3 1 2.", "response": "1 2 3"}\n' * 20)
-    tokenizer = f"--tokenizer={trained_run}/tokenizer.model"
-    run(
-        "prepare",
-        f"--input={directory}/in.jsonl",
-        f"--output={directory}/rows",
-        tokenizer,
-        "--row_length=64",
-        "--workers=1",
-    )
+    flags = [f"--input={directory}/in.jsonl", f"--output={directory}/rows", "--row_length=64", "--workers=1"]
+    run("prepare", *flags, f"--tokenizer={trained_run}/tokenizer.model")
     run("convert", f"--from={trained_run}", f"--to={directory}/exported", "--format=huggingface")
     return trained_run, directory / "rows", directory / "exported"
 
@@ -240,13 +233,8 @@ class Calls:
         """A file of flags with something wrong with it."""
         rng, file = self.rng, directory / "f"
         value = f"--{rng.choice(FLAGS['generate'].split())}={rng.choice(NASTY)}"
-        leads = [f"--flagfile={path}" for path in ("/nowhere", ".", "")]
-        lines = [
-            f"--checkpoint={self.run}",
-            f"--input={directory}/none.jsonl",
-            "# a comment",
-            rng.choice([value, *leads]),
-        ]
+        last = rng.choice([value, *(f"--flagfile={path}" for path in ("/nowhere", ".", ""))])
+        lines = [f"--checkpoint={self.run}", f"--input={directory}/none.jsonl", "# a comment", last]
         file.write_bytes("\n".join(lines).encode(errors="surrogateescape"))
         if rng.random() < 0.3:
             self._spoil(file)

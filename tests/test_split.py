@@ -121,26 +121,27 @@ def save(model, path, kind="run"):
         huggingface.save(model, path)
 
 
+def call_device(served, key, directory, prompt, *flags):
+    """The command `device`, with the model in `directory` and one line of input."""
+    (directory / "in.jsonl").write_text(json.dumps(prompt))
+    given = [f"--checkpoint={directory}/run", f"--key={key}", f"--server=127.0.0.1:{served[1].port}", "--layers=1"]
+    device.main(flags_of(device, *given, f"--input={directory}/in.jsonl", *flags))
+
+
 def test_answers_to_other_prompts_are_not_taken_from_a_call_that_was_cut_off(served, model, key, tmp_path, monkeypatch):
     save(model, epath.Path(tmp_path / "run"))
     monkeypatch.setattr(File, "finish", lambda _: None)  # as if it were killed before its end
 
-    def call(prompt):
-        (tmp_path / "in.jsonl").write_text(json.dumps({"prompt_ids": prompt}))
-        given = [f"--checkpoint={tmp_path}/run", f"--key={key}", f"--server=127.0.0.1:{served[1].port}", "--layers=1"]
-        given += [f"--input={tmp_path}/in.jsonl", f"--output={tmp_path}/out.jsonl", "--decode.max_new_tokens=4"]
-        device.main(flags_of(device, *given))
-
-    call([1, 2, 3])
+    flags = [f"--output={tmp_path}/out.jsonl", "--decode.max_new_tokens=4"]
+    call_device(served, key, tmp_path, {"prompt_ids": [1, 2, 3]}, *flags)
     with pytest.raises(UserError, match="out.jsonl.partial holds answers .*differs in .*prompts"):
-        call([1, 2, 4])
+        call_device(served, key, tmp_path, {"prompt_ids": [1, 2, 4]}, *flags)
 
 
 def test_the_given_tokens_of_a_template_are_none_of_those_that_crossed(served, model, key, tmp_path, capsys):
     save(model, epath.Path(tmp_path / "run"))
-    (tmp_path / "in.jsonl").write_text(json.dumps({"prompt_ids": [1, 2], "template": [[3] * 5, 4, [3] * 5]}))
-    given = [f"--checkpoint={tmp_path}/run", f"--key={key}", f"--server=127.0.0.1:{served[1].port}", "--layers=1"]
-    device.main(flags_of(device, *given, f"--input={tmp_path}/in.jsonl", "--decode.slot_size=4"))
+    asked = {"prompt_ids": [1, 2], "template": [[3] * 5, 4, [3] * 5]}
+    call_device(served, key, tmp_path, asked, "--decode.slot_size=4")
     out, err = capsys.readouterr()
     assert (len(json.loads(out)["tokens"]), err.split(",")[0]) == (14, "4 tokens")
 

@@ -27,8 +27,6 @@ from refusion_jax.split.model import Packing, Upper
 from refusion_jax.split.parts import fingerprint, part_of
 from refusion_jax.split.service import LayerService
 
-EXACT = CODECS["exact"]
-
 
 def test_several_devices_are_computed_together(served, model, key, monkeypatch):
     """Each gets what it would get alone. The first forward is held until two others wait, however busy the machine."""
@@ -68,8 +66,8 @@ def test_several_devices_are_computed_together(served, model, key, monkeypatch):
 
 
 def test_another_version_and_what_is_no_message_are_refused(served, model):
-    hello = frames.Hello(frames.VERSION, stamp_of(model), 1, "exact", b"s" * 16, 0)
-    older, nonsense = frames.pack(dataclasses.replace(hello, version=1)), frames._HEADER.pack(2) + b"\xc1x"
+    older = frames.pack(dataclasses.replace(hello(model), version=1))
+    nonsense = frames._HEADER.pack(2) + b"\xc1x"
     for sent, why in ((older, "it speaks version 1"), (nonsense, "a malformed message")):
         with talking(served[0]) as there:
             there.sendall(sent)
@@ -78,33 +76,28 @@ def test_another_version_and_what_is_no_message_are_refused(served, model):
 
 def test_a_message_that_comes_twice_is_dealt_with_once(served, model):
     """Its second content is not looked at: what the first gave comes again, also after a new connection."""
-    hello = frames.Hello(frames.VERSION, stamp_of(model), 1, "exact", b"twice" + bytes(11), 0)
-    one, zero = np.int32(1).tobytes(), np.int32(0).tobytes()
-    D = model.config.hidden_size
-
-    def forward(number, value, length):
-        x = EXACT.encode(np.full((1, D), value, np.float32))
-        return frames.Forward(number, True, 1, 1, 1, 1, one, length, length, b"", x)
+    first_hello = hello(model)
 
     def answer(there, message):
         frames.send(there, message)
         return frames.receive(there)[0]
 
     with talking(served[0]) as there:
-        assert answer(there, hello) == frames.Welcome(0, 0.0, 0.0)
+        assert answer(there, first_hello) == frames.Welcome(0, 0.0, 0.0)
         frames.send(there, frames.Start(1, 1, 16))
-        first = answer(there, forward(2, 1.0, zero))
-        assert answer(there, forward(2, -3.0, zero)) == first
+        first = answer(there, forward(model, 2, 1.0))
+        assert answer(there, forward(model, 2, -3.0)) == first
         frames.send(there, frames.Start(1, 1, 16))  # would empty the cache
-        second = answer(there, forward(3, 2.0, one))
+        second = answer(there, forward(model, 3, 2.0, length=1))
     with talking(served[0]) as there:
-        assert answer(there, dataclasses.replace(hello, last=3)) == frames.Welcome(3, 0.0, 0.0)
-        assert answer(there, forward(3, -3.0, one)) == second
+        assert answer(there, dataclasses.replace(first_hello, last=3)) == frames.Welcome(3, 0.0, 0.0)
+        assert answer(there, forward(model, 3, -3.0, length=1)) == second
         frames.send(there, frames.Bye(3))
     with talking(served[0]) as there:  # once each, they give the same
-        answer(there, dataclasses.replace(hello, session=b"once" + bytes(12)))
+        answer(there, hello(model))
         frames.send(there, frames.Start(1, 1, 16))
-        assert [answer(there, forward(2, 1.0, zero)), answer(there, forward(3, 2.0, one))] == [first, second]
+        assert answer(there, forward(model, 2, 1.0)) == first
+        assert answer(there, forward(model, 3, 2.0, length=1)) == second
 
 
 class FullSocket(socket.socket):
@@ -133,20 +126,18 @@ def test_strangers_and_lost_devices_do_not_keep_others_out(model, key, monkeypat
     Link(listening.getsockname(), key, stamp_of(model), 1, "exact", 300.0).close()
 
     def is_served(there):
-        frames.send(there, frames.Hello(frames.VERSION, stamp_of(model), 1, "exact", random.randbytes(16), 0))
+        frames.send(there, hello(model))
         assert isinstance(frames.receive(there)[0], frames.Welcome)
-        one, zero = np.int32(1).tobytes(), np.int32(0).tobytes()
-        tokens = EXACT.encode(np.zeros((1, model.config.hidden_size), np.float32))
         frames.send(there, frames.Start(1, 1, 16))
         with contextlib.suppress(OSError):  # refused before
-            frames.send(there, frames.Forward(2, True, 1, 1, 1, 1, one, zero, zero, b"", tokens))
+            frames.send(there, forward(model, 2, 0.0))
         return isinstance(frames.receive(there)[0], frames.Result)
 
     def is_another_served():
         with talking(service) as another:
             return is_served(another)
 
-    greedy = frames.Hello(frames.VERSION, stamp_of(model), 1, "exact", b"greedy" + bytes(10), 0)
+    greedy = hello(model)
     with talking(service) as there:
         for message in (greedy, frames.Start(1, 1, 16), frames.Start(2, 2, 16)):
             frames.send(there, message)
@@ -164,6 +155,18 @@ def test_strangers_and_lost_devices_do_not_keep_others_out(model, key, monkeypat
     monkeypatch.setattr("refusion_jax.split.service._KEEP", 0.1)
     with Link(listening.getsockname(), key, stamp_of(model), 1, "exact", 60.0)._connection as silent:
         assert silent.recv(1) == b""
+
+
+def hello(model):
+    """The first message of a device with one layer, in a new session."""
+    return frames.Hello(frames.VERSION, stamp_of(model), 1, "exact", random.randbytes(16), 0)
+
+
+def forward(model, number, value, length=0):
+    """A message with one token, whose hidden state is `value` throughout, after `length` entries of the cache."""
+    at = np.int32(length).tobytes()
+    x = CODECS["exact"].encode(np.full((1, model.config.hidden_size), value, np.float32))
+    return frames.Forward(number, True, 1, 1, 1, 1, np.int32(1).tobytes(), at, at, b"", x)
 
 
 @contextlib.contextmanager
