@@ -90,10 +90,15 @@ def global_batches(rows: RowSource, sharding: NamedSharding, *, batch_size: int,
     This host reads only the rows that its own devices hold; the other arguments are those of `host_batches`.
     """
     shape = (batch_size, rows.row_length)
-    held = sharding.addressable_devices_indices_map(shape).values()
-    local = sorted({row for part, _ in held for row in range(*part.indices(batch_size))})
+    local = local_rows(sharding, shape)
     for batch in host_batches(rows, local, batch_size=batch_size, **steps):
         yield Rows(**{name: jax.make_array_from_process_local_data(sharding, x, shape) for name, x in batch.items()})
+
+
+def local_rows(sharding: NamedSharding, shape: tuple[int, int]) -> list[int]:
+    """The numbers of the rows that the devices of this host hold of an array [B, T]."""
+    held = sharding.addressable_devices_indices_map(shape).values()
+    return sorted({row for part, _ in held for row in range(*part.indices(shape[0]))})
 
 
 def host_batches(

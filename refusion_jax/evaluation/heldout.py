@@ -26,6 +26,7 @@ from refusion_jax.cli.errors import UserError
 from refusion_jax.config import make_objective
 from refusion_jax.data.dataset import prepared_paths, read_rows
 from refusion_jax.data.interface import RowSource, Tokenizer
+from refusion_jax.data.loader import local_rows
 from refusion_jax.data.manifest import is_prepared
 from refusion_jax.distributed import sharding
 from refusion_jax.distributed.processes import check_same
@@ -171,20 +172,11 @@ def pick(config: ml_collections.ConfigDict, sets: list[RowSource]) -> list[tuple
 
 
 def place(config: ml_collections.ConfigDict, picked: list[tuple[RowSource, int]], mesh: Mesh) -> Rows:
-    """The rows of `pick`, on the devices; each host reads only its own."""
-    N, T = -(-len(picked) // config.batch_size) * config.batch_size, config.row_length
-    dtypes = {"tokens": np.int32, "segment_ids": np.int32, "is_response": np.bool_}
-
-    def read(name: str, index: tuple[slice, slice]) -> np.ndarray:
-        numbers = range(*index[0].indices(N))
-        block = np.zeros((len(numbers), T), dtypes[name])
-        for at, number in enumerate(numbers):
-            if number < len(picked):
-                rows, row = picked[number]
-                block[at] = rows[row][name]
-        return block[:, index[1]]
-
+    """The rows of `pick` on the devices, padded to [N, T]; each host reads only its own."""
+    shape = -(-len(picked) // config.batch_size) * config.batch_size, config.row_length
     where = sharding.sharding(mesh, "batch", "length")
-    return Rows(
-        **{name: jax.make_array_from_callback((N, T), where, lambda i, name=name: read(name, i)) for name in dtypes}
-    )
+    empty = {name: np.zeros(config.row_length, np.int32) for name in ("tokens", "segment_ids")}
+    empty["is_response"] = np.zeros(config.row_length, np.bool_)
+    own = [picked[i][0][picked[i][1]] if i < len(picked) else empty for i in local_rows(where, shape)]
+    parts = {name: np.stack([row[name] for row in own]) for name in empty}
+    return Rows(**{name: jax.make_array_from_process_local_data(where, x, shape) for name, x in parts.items()})
