@@ -261,10 +261,9 @@ def test_a_text_has_its_own_bytes_where_a_tokenizer_begins_every_text_with_a_spa
 
 
 def test_data_that_cannot_be_evaluated_is_named(tmp_path):
-    tokenizer = None
     with pytest.raises(UserError, match="--config.eval.path: /none.jsonl does not exist"):
-        find_held_out(config_with(**{"eval.path": "/none.jsonl"}), tokenizer)
-    assert find_held_out(config_with(**{"data.path": "tasks"}), tokenizer) == []
+        find_held_out(config_with(**{"eval.path": "/none.jsonl"}), tokenizer=None)
+    assert find_held_out(config_with(**{"data.path": "tasks"}), tokenizer=None) == []
 
 
 @pytest.fixture
@@ -307,11 +306,8 @@ def test_two_hosts_score_as_one(trained_run, prepared, tmp_path):
 def test_settings_that_scoring_has_no_use_for_are_refused(trained_run, prepared, tmp_path):
     flags = [f"--checkpoint={trained_run}", f"--data={prepared}", f"--output={tmp_path}/out"]
     for setting in ("--decode.temperature=0.5", "--decode.max_new_tokens=9", "--num_fewshot=3", "--chat"):
-        _, err = run("evaluate", *flags, setting, code=2)
-        assert (
-            err.strip()
-            == f"error: {setting.split('=')[0]}: cannot be used with --data, whose text is scored, not decoded"
-        )
+        said = f"{setting.split('=')[0]}: cannot be used with --data, whose text is scored, not decoded"
+        assert refused("evaluate", *flags, setting) == f"error: {said}\n"
     assert not (tmp_path / "out").exists()
     found = held_out(trained_run, prepared, tmp_path / "out", "--decode.slot_size=4", "--limit=3", "--decode.seed=1")
     assert found["slot_size"] == 4
