@@ -3,9 +3,11 @@
 REFUSION_FUZZ_CASES=10000 REFUSION_FUZZ_SEED=7 runs more of them, and others.
 """
 
+import functools
 import json
 import os
 import random
+import re
 import shutil
 from pathlib import Path
 
@@ -77,29 +79,20 @@ NASTY = [
     *"/dev/null / . .. /proc/self/mem /nowhere/at/all gs: :// - -- = * [! ~root".split(),
     *"v5p:0x0x0 v5p: v5e:9999x9999 v5p:2x2x2x2 v9:2x2 1e9 4294967296 18446744073709551616".split(),
 ]
-DECODE = " ".join(f"decode.{name}" for name in all_settings())
-CONFIG = " ".join(f"config.{name}" for name in config_keys())
-FLAGS = {  # of each command, and one that is none
-    "generate": "checkpoint input prompt output part watch compare stop dtype mesh.data mesh.tensor promtp " + DECODE,
-    "train": f"config workdir peer_seconds lost_seconds profiler_port config.x {CONFIG}",
-    "prepare": "input output tokenizer row_length dedup held_out on_error shard_mib query_field "
-    "response_field text_field workers mask_piece near_dedup filters languages decontaminate blocked_urls shuffle "
-    "runner beam_options",
-    "inspect_data": "data row seed step place workdir config mask_piece labels html verify",
-    "goodput": "workdir json",
-    "train_tokenizer": "input output vocab_size query_field on_error",
-    "convert": "from to format dtype mask_token_id",
-    "evaluate": "checkpoint tasks data output include_path task_data limit num_fewshot chat order draws dtype "
-    f"mesh.data mesh.tensor unsafe {DECODE}",
-    "plan": f"config topology slices hlo what rows_per_chip search json {CONFIG} {DECODE}",
-    "drill": "config workdir faults seed hosts kinds config.steps config.data.path",
-    "quickstart": "workdir problems started decode.batch_size decode.slot_size",
-    "bench": "checkpoint config output x batch_sizes rows setup lengths",
-    "report": "workdir output",
-    "chat": f"checkpoint mesh.tensor dtype {DECODE}",
-    "serve": "checkpoint host port model_name api_key cors allowed_host prefix_cache_mib access_log dtype "
-    f"mesh.data mesh.tensor {DECODE}",
-}
+
+
+@functools.cache
+def flags_of(command: str) -> list[str]:
+    """The flags in the help of a command, with all decode settings and config keys, and some that are none."""
+    part = ["decode"] if command == "bench" else []
+    names = {*re.findall(r"^  --(\S+)$", run(command, *part, "--help")[0], re.MULTILINE), "promtp"} - {"traceback"}
+    if "decode.method" in names:
+        names |= {f"decode.{name}" for name in all_settings()}
+    if "config" in names:
+        names |= {f"config.{name}" for name in (*config_keys(), "x")}
+    return sorted(names)
+
+
 MADE = "from refusion_jax.config import default_config\ndef get_config():\n  c = default_config()\n  c.unlock()\n"
 CONFIGS = [
     *("raise SystemExit(0)", "x = 1", "def get_config(:", "1 / 0", "\0", "def get_config():\n  return get_config()"),
@@ -156,8 +149,7 @@ class Calls:
     def _flag(self, directory: Path) -> tuple[str, list[str]]:
         """A flag with a value that may mean nothing; what follows is never to begin."""
         rng = self.rng
-        command = rng.choice([*FLAGS, "generate", "train"])
-        base = {
+        bases = {
             "generate": [f"--checkpoint={self.run}", f"--input={directory}/none.jsonl", f"--output={directory}/out"],
             "train": [*TINY_RUN, f"--workdir={directory}/new", f"--config.data.path={directory}/none.jsonl"],
             "prepare": [f"--input={directory}/none", f"--output={directory}/new", self.tokenizer],
@@ -173,8 +165,9 @@ class Calls:
             "report": [f"--workdir={directory}/none", f"--output={directory}/new"],
             "chat": [f"--checkpoint={directory}/none"],
             "serve": [f"--checkpoint={directory}/none"],
-        }[command]
-        return command, [*base, f"--{rng.choice(FLAGS[command].split())}={rng.choice(NASTY)}"]
+        }
+        command = rng.choice([*bases, "generate", "train"])
+        return command, [*bases[command], f"--{rng.choice(flags_of(command))}={rng.choice(NASTY)}"]
 
     def _prompts(self, directory: Path) -> tuple[str, list[str]]:
         lines = [self._line() for _ in range(self.rng.randrange(1, 4))]
@@ -232,7 +225,7 @@ class Calls:
     def _flagfile(self, directory: Path) -> tuple[str, list[str]]:
         """A file of flags with something wrong with it."""
         rng, file = self.rng, directory / "f"
-        value = f"--{rng.choice(FLAGS['generate'].split())}={rng.choice(NASTY)}"
+        value = f"--{rng.choice(flags_of('generate'))}={rng.choice(NASTY)}"
         last = rng.choice([value, *(f"--flagfile={path}" for path in ("/nowhere", ".", ""))])
         lines = [f"--checkpoint={self.run}", f"--input={directory}/none.jsonl", "# a comment", last]
         file.write_bytes("\n".join(lines).encode(errors="surrogateescape"))
