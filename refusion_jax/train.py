@@ -17,12 +17,14 @@ in a row, or all of a shorter run, it goes back to its last checkpoint and omits
 """
 
 import sys
+import time
 from collections.abc import Sequence
 
 import jax
 import ml_collections
 from absl import flags
 from etils import epath
+from jax.sharding import Mesh
 
 from refusion_jax.batch.rows import noise_keys
 from refusion_jax.checkpoints.contents import copy_stamp, find_own_tokenizer, read_model_config
@@ -35,19 +37,22 @@ from refusion_jax.config.keys import keys
 from refusion_jax.config.model import adopt_shape, adopt_steps, check_fits, find_target_model, model_config
 from refusion_jax.config.run_config import CHANGEABLE, check_same_run
 from refusion_jax.data.dataset import load_dataset
-from refusion_jax.distributed import host, processes, sharding, xla_options
+from refusion_jax.distributed import compiled_code, host, processes, sharding, xla_options
 from refusion_jax.distributed.preemption import EXIT_CODE, Preemption
 from refusion_jax.evaluation.heldout import make_held_out
 from refusion_jax.model.shape import READ_ALIKE
 from refusion_jax.planning.fastest import faster_settings
 from refusion_jax.training import events
 from refusion_jax.training.loop import Now, RollBack, Run
-from refusion_jax.training.program import train_program
+from refusion_jax.training.program import Program, train_program
 from refusion_jax.training.session import Session
 from refusion_jax.training.trackers import check_trackers
 
 _CONFIG = command.define_config("Config file, such as configs/quickstart.py")
 _WORKDIR = flags.DEFINE_string("workdir", None, "Directory of the run: created, or resumed if it holds this run")
+_COMPILE = flags.DEFINE_bool(
+    "compile_only", False, "Compile the step for the next start, into --config.compilation_cache, and exit"
+)
 _ALLOW = flags.DEFINE_list(
     "allow_change", [], f"Config keys that may differ from what the run was started with: {', '.join(CHANGEABLE)}"
 )
@@ -56,7 +61,12 @@ _LOST = flags.DEFINE_integer("lost_seconds", 60, "Seconds of silence after which
 _PROFILE = flags.DEFINE_integer("profiler_port", None, "Port on each host for on-demand profiling", 1, 65535)
 
 
-def train(config: ml_collections.ConfigDict, workdir: epath.Path, allowed: Sequence[str] = ()) -> bool:
+def train(
+    config: ml_collections.ConfigDict,
+    workdir: epath.Path,
+    allowed: Sequence[str] = (),
+    compile_only: bool = False,
+) -> bool:
     """Trains from where the run's directory stands to the last step, together with the other processes.
 
     Returns whether everything asked for is done; False if it was interrupted, and saved. UserError if the config, data
@@ -107,6 +117,9 @@ def train(config: ml_collections.ConfigDict, workdir: epath.Path, allowed: Seque
     program = train_program(config, shape, mesh)
     # A fault in the objective must show before anything is written.
     jax.eval_shape(lambda rows: program.objective.batch(rows, noise_keys(0, 0, config.batch_size)), program.rows)
+    if compile_only:
+        compile_into_cache(config, workdir, program, mesh)
+        return True
     held_out = make_held_out(config, tokenizer, program.graphdef, program.objective, mesh)
     tasks = None
     if config.eval.tasks:
@@ -130,6 +143,18 @@ def train(config: ml_collections.ConfigDict, workdir: epath.Path, allowed: Seque
         while (outcome := session(run)) == "rolled back":
             pass
     return outcome == "complete"
+
+
+def compile_into_cache(config: ml_collections.ConfigDict, workdir: epath.Path, program: Program, mesh: Mesh) -> None:
+    """Compiles the step into the cache of compiled programs, for the next start."""
+    compiled_code.keep_compiled(workdir / "compilation_cache", config.compilation_cache)
+    if not (place := jax.config.jax_compilation_cache_dir):
+        raise UserError("--compile_only: nothing compiled is kept here; --config.compilation_cache=shared keeps it")
+    began = time.monotonic()
+    with jax.set_mesh(mesh):
+        memory = program.compiled_step(program.state).memory_analysis()
+    needed = (memory.argument_size_in_bytes + memory.temp_size_in_bytes) / 2**30  # results reuse the state's memory
+    say(f"compiled in {time.monotonic() - began:.1f} s into {place}: {needed:.2f} GiB per device")
 
 
 def session(run: Run) -> str:
@@ -198,7 +223,7 @@ def main() -> None:
                 jax.profiler.start_server(_PROFILE.value)
             except UserError as error:  # several processes of a machine may have been given the same
                 command.say(f"{error}; this process trains without")
-        is_done = train(_CONFIG.value, epath.Path(_WORKDIR.value), _ALLOW.value)
+        is_done = train(_CONFIG.value, epath.Path(_WORKDIR.value), _ALLOW.value, _COMPILE.value)
     if not is_done:
         sys.exit(EXIT_CODE)
 

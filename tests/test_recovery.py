@@ -166,6 +166,12 @@ def test_sigterm_saves_once_and_a_second_start_goes_on_to_the_bit(tmp_path, trai
     monkeypatch.delenv("JAX_COMPILATION_CACHE_DIR")  # as users have it
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "home"))
     cache, tmp_path = tmp_path / "home" / "refusion_jax" / "compiled", tmp_path / "run"
+    _, err = run("train", *FLAGS, f"--workdir={tmp_path}", "--compile_only", "--config.compilation_cache=off", code=2)
+    assert "--compile_only: nothing compiled is kept here" in err
+    out, _ = run("train", *FLAGS, f"--workdir={tmp_path}", "--compile_only")
+    assert re.search(rf"compiled in [\d.]+ s into {cache}: 0\.\d\d GiB per device\n$", out)
+    assert not tmp_path.exists()
+    (compiled,) = cache.glob("jit_train_step*-cache")
     process = start("train", *FLAGS, f"--workdir={tmp_path}")
     wait_for_steps(process, tmp_path, 3)
     for _ in range(3):  # an impatient scheduler
@@ -176,7 +182,6 @@ def test_sigterm_saves_once_and_a_second_start_goes_on_to_the_bit(tmp_path, trai
     assert 3 <= step < 60, "too late to show anything"
     assert f"interrupted: saved step {step} of 60" in out
     assert "Traceback" not in err
-    (compiled,) = cache.glob("jit_train_step*-cache")
     out, _ = run("train", *FLAGS, f"--workdir={tmp_path}")
     assert f"step {step} of 60" in out
     assert "in 2 sessions" in out
