@@ -15,6 +15,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from conftest import TINY_RUN, run, serving
+from helpers import write_lines
 
 from refusion_jax.config.run_config import read_config
 from refusion_jax.training.inspection import training_batch
@@ -175,6 +176,15 @@ def test_the_report_of_runs_is_read_by_everybody(browser, trained_run, tmp_path)
     chip, table = browser.execute_script(f"{styles}.map(has => [has.printColorAdjust, has.overflowX])")
     assert (chip[0], table[1]) == ("exact", "visible")  # the colors of runs, and columns that are not in sight
     browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"media": ""})
+
+
+def test_the_page_about_prepared_data_is_read_by_everybody(browser, trained_run, tmp_path):
+    lines = [{"text": text * 9} for text in ("one ", "two two ", "שלום ", "w" * 30)]
+    flags = [f"--input={write_lines(tmp_path / 'in.jsonl', lines)}", f"--tokenizer={trained_run}/tokenizer.model"]
+    run("prepare", *flags, "--row_length=64", f"--output={tmp_path}/out")
+    run("inspect_data", f"--data={tmp_path}/out", f"--html={tmp_path}/data.html")
+    browser.get((tmp_path / "data.html").as_uri())
+    look(browser, "data")
 
 
 @pytest.mark.parametrize("objective", ["refusion", "block_diffusion"])

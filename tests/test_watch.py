@@ -1,6 +1,7 @@
-"""Pages: slots as they fill, by `generate --watch` and the server, and what `inspect_data` shows of rows."""
+"""Pages: slots as they fill, by `generate --watch` and the server, and what `inspect_data` shows of rows and data."""
 
 import io
+import itertools
 import json
 import re
 import shutil
@@ -19,10 +20,13 @@ from rich.console import Console
 from refusion_jax import DecodeSettings
 from refusion_jax.batch.rows import Rows
 from refusion_jax.checkpoints.contents import load_tokenizer
+from refusion_jax.checkpoints.run_directory import write_model_config
+from refusion_jax.checkpoints.weights import save_params
 from refusion_jax.config import make_objective
 from refusion_jax.config.model import model_config
 from refusion_jax.config.run_config import read_config
 from refusion_jax.data.fast_tokenizer import first_difference
+from refusion_jax.data.prepared import PreparedRows
 from refusion_jax.decoding.player import BEGINNING, REFUSED, REPAIRED, VERIFIED, WAITING, Decodings, page
 from refusion_jax.decoding.prompts import spelled
 from refusion_jax.decoding.requests import Answer, Request, prepare
@@ -30,7 +34,7 @@ from refusion_jax.decoding.trajectory import Told, Trajectory
 from refusion_jax.distributed.sharding import make_mesh
 from refusion_jax.systems import registry
 from refusion_jax.systems.api import stream
-from refusion_jax.training import recovery
+from refusion_jax.training import data_page, recovery
 from refusion_jax.training.inspection import BEGINNING as ROW_BEGINNING
 from refusion_jax.training.inspection import corrupted, row_page, show_row, training_batch
 from refusion_jax.training.program import train_program
@@ -358,6 +362,31 @@ def test_text_of_a_row_becomes_no_markup(trained_run, tmp_path):
     assert DATA.sub("", page) == DATA.sub("", template)
     assert "default-src 'none'" in template
     check_page(template, tmp_path)
+
+
+def test_a_page_tells_what_is_in_prepared_data_and_what_training_on_it_takes(tmp_path, trained_run):
+    lines = [{"text": f"{HOSTILE} {i} is it"} for i in (1, 2, 2, 3)]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines) + "no JSON\n")
+    output, page = tmp_path / "out", tmp_path / "data.html"
+    flags = [f"--input={tmp_path}/a.jsonl", f"--tokenizer={trained_run}/tokenizer.model", "--row_length=64", "--dedup"]
+    run("prepare", *flags, f"--output={output}", "--on_error=skip", "--workers=1")
+    run("inspect_data", f"--data={output}", f"--html={page}", "--config=configs/refusion_8b.py", "--config.epochs=3")
+    text = page.read_text()
+    assert text.encode().startswith(data_page.BEGINNING)
+    assert HOSTILE not in text
+    cells = [cell for cell in re.split(r"\s*<[^>]+>\s*", text) if cell]
+    told = {("documents", "3"), ("tokens", f"{PreparedRows(str(output)).manifest.tokens:,}"), ("duplicate", "1")}
+    told |= {("not JSON", "1"), ("parameters", "8,190,735,360")}
+    assert told <= set(itertools.pairwise(cells))
+    assert text.count("Held-out documents are counted, too.") == 3  # in sources, lengths and languages
+    assert {"chip-hours of an epoch on v5p", "epochs in 1 steps"} <= {*cells}  # of 3 epochs, not of the config's steps
+    config = config_with(objective="dflash", row_length=64, **{"dflash.reads": str(tmp_path)})
+    data, tokenizer, shape = PreparedRows(str(output)), load_tokenizer(trained_run), model_config(config)
+    save_params(tmp_path, {"nothing": jnp.zeros(1)})
+    write_model_config(tmp_path, shape)
+    epoch = train_program(config, shape, make_mesh({}, jax.devices()[:1])).flops_per_row * len(data)
+    assert f"{epoch:.3g}" in data_page.data_page(data, tokenizer, config)  # as in training, with the target model's
+    run("inspect_data", f"--data={output}", "--row=0", f"--html={page}", code=2)  # no page of a row stands there
 
 
 def test_inspect_data_shows_rows_in_the_tokens_of_the_model_that_is_read(tmp_path):

@@ -103,11 +103,11 @@ def _spans(tokenizer: Tokenizer, tokens: np.ndarray, kinds: np.ndarray, position
     for part in np.split(np.arange(len(tokens)), np.flatnonzero(is_apart | (kinds[1:] != kinds[:-1])) + 1):
         if part[0] and is_apart[part[0] - 1]:
             text.append("|", "bold")
-        text.append(_visible_text(tokenizer, tokens[part]), _COLORS[kinds[part[0]]])
+        text.append(visible_text(tokenizer, tokens[part]), _COLORS[kinds[part[0]]])
     return text
 
 
-def _visible_text(tokenizer: Tokenizer, tokens: np.ndarray) -> str:
+def visible_text(tokenizer: Tokenizer, tokens: np.ndarray) -> str:
     """The text of tokens [N], with visible special tokens."""
     special = {tokenizer.mask_id: "▒", tokenizer.eos_id: "<eos>", tokenizer.bos_id: "<bos>"}
     runs = itertools.groupby(tokens.tolist(), special.__contains__)
@@ -119,8 +119,8 @@ def _label_table(tokenizer, batch: Batch, given: np.ndarray, kinds: np.ndarray) 
     table = Table("position", "given", "kind", "must predict", "weight")
     for index, kind in zip(given, kinds, strict=True):
         weights = [f"{term} {weight[index]:.3g}" for term, weight in batch.weights.items() if weight[index] != 0]
-        label = repr(_visible_text(tokenizer, batch.labels[index : index + 1])) if weights else ""
-        token = repr(_visible_text(tokenizer, batch.inputs[index : index + 1]))
+        label = repr(visible_text(tokenizer, batch.labels[index : index + 1])) if weights else ""
+        token = repr(visible_text(tokenizer, batch.inputs[index : index + 1]))
         cells = (str(batch.positions[index]), token, str(kind), label, ", ".join(weights))
         table.add_row(*(Text(cell) for cell in cells), style=_COLORS[str(kind)])
     return table
@@ -155,7 +155,7 @@ def row_page(title: str, tokenizer: Tokenizer, rows: Rows, batch: Batch, place: 
 
 def _text(tokenizer: Tokenizer, token: int) -> str:
     """The text of a token, or its name if the text is empty or only part of a character."""
-    text = _visible_text(tokenizer, np.array([token]))
+    text = visible_text(tokenizer, np.array([token]))
     return text if text.strip(" \ufffd") else tokenizer.name_of(token)
 
 

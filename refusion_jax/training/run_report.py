@@ -30,7 +30,7 @@ from refusion_jax.training import events
 from refusion_jax.training.metrics import SAMPLES, read_metrics
 
 BEGINNING = b"<!doctype html><!-- runs, by refusion_jax.report -->"  # of every page
-_PAGES = jinja2.Environment(
+PAGES = jinja2.Environment(
     loader=jinja2.PackageLoader("refusion_jax.training", ""), autoescape=True, undefined=jinja2.StrictUndefined
 )
 MOST = 8  # runs per page: the colours of more could not be told apart
@@ -238,7 +238,7 @@ def _differences(runs: Sequence[ShownRun]) -> tuple[list[str], list[tuple[str, l
 
 def page(runs: Sequence[ShownRun], shown: Sequence[tuple[str, str, list[Chart]]]) -> str:
     """The HTML page of runs, with sections whose charts have been drawn."""
-    return _PAGES.get_template("run_report.html").render(
+    return PAGES.get_template("run_report.html").render(
         runs=[(run, _summary(run)) for run in runs],
         summary=_SUMMARY,
         sections=shown,
