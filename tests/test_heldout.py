@@ -58,19 +58,18 @@ def evaluate(sets, devices: int = 1, **changes) -> dict[str, float]:
         return {name: float(value) for name, value in loss(params).items()}
 
 
+def terms(config, model: Transformer, rows: PackedRows) -> dict[str, float]:
+    """The terms of the loss of all rows as one batch, in one forward."""
+    arrays = Rows(*map(jax.numpy.asarray, vars(rows).values()))
+    batch = make_objective(config, MASK).corrupt(arrays, noise_keys(0, 0, len(arrays.tokens)))
+    found = weigh(jax.jit(model.cross_entropy)(batch)[0], batch)
+    return {name: float(value) for name, value in found.items()}
+
+
 @functools.cache
 def by_hand(objective: str = "refusion") -> dict[str, float]:
-    """21 rows as one batch, in one forward."""
-    rows, config = some_rows(21), config_with(**SIZES, objective=objective)
-    made, model = make_objective(config, 4), Transformer(tiny_config(), nnx.Rngs(0))
-
-    @jax.jit
-    def terms(rows: Rows):
-        batch = made.corrupt(rows, noise_keys(0, 0, len(rows.tokens)))
-        return weigh(model.cross_entropy(batch)[0], batch)
-
-    found = terms(Rows(*map(jax.numpy.asarray, (rows.tokens, rows.segment_ids, rows.is_response))))
-    return {name: float(value) for name, value in found.items()}
+    config = config_with(**SIZES, objective=objective)
+    return terms(config, Transformer(tiny_config(), nnx.Rngs(0)), some_rows(21))
 
 
 @functools.cache
@@ -98,11 +97,8 @@ def test_the_loss_of_a_model_that_reads_hidden_states_of_another_is_that_with_th
     huggingface.save(other, tmp_path)
     config = config_with(**SIZES, objective="dflash", **{"dflash.reads": str(tmp_path)})
     found = evaluate_model(config, model, [rows])["eval_loss"]
-    batch = make_objective(config, MASK).corrupt(
-        Rows(*map(jax.numpy.asarray, vars(rows).values())), noise_keys(0, 0, 8)
-    )
     model.target_model = other
-    assert found == pytest.approx(float(weigh(jax.jit(model.cross_entropy)(batch)[0], batch)["mdm"]), rel=1e-6)
+    assert found == pytest.approx(terms(config, model, rows)["mdm"], rel=1e-6)
 
 
 def test_documents_are_told_apart_by_slot_size_and_mask_ratio():

@@ -219,16 +219,13 @@ def test_one_that_misbehaves_spoils_nothing_for_the_others(monkeypatch):
         assert [outcome.passed for outcome in sandbox.run_allowed(programs)] == [True, False, False, False, True]
 
 
-def test_a_machine_that_cannot_shut_in_is_named(monkeypatch):
-    refuses = 'import json; print(json.dumps({"refused": "Operation not permitted"}))'
-    with tempfile.NamedTemporaryFile("w", suffix=".py") as file:
-        file.write(refuses)
-        file.flush()
-        monkeypatch.setattr(jail, "__file__", file.name)
-        with pytest.raises(UserError, match="--allow_code_execution: .*Operation not permitted.*--unsafe"):
-            sandbox.run("pass")
-        with pytest.raises(UserError, match="--unsafe: generated code cannot be run here: Operation not permitted"):
-            sandbox.run("pass", unsafe=True)
+def test_a_machine_that_cannot_shut_in_is_named(monkeypatch, tmp_path):
+    (tmp_path / "jail.py").write_text("""print('{"refused": "Operation not permitted"}')""")
+    monkeypatch.setattr(jail, "__file__", f"{tmp_path}/jail.py")
+    with pytest.raises(UserError, match="--allow_code_execution: .*Operation not permitted.*--unsafe"):
+        sandbox.run("pass")
+    with pytest.raises(UserError, match="--unsafe: generated code cannot be run here: Operation not permitted"):
+        sandbox.run("pass", unsafe=True)
 
 
 @pytest.mark.skipif(os.getuid() != 0 or not Path("/usr/bin/python3").exists(), reason="needs root and a system Python")

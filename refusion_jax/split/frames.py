@@ -40,8 +40,8 @@ class Welcome:
     """The first message of a server."""
 
     last: int  # number of the last message that it has processed; 0: the session is new
-    fixed: float  # seconds of a forward pass through one of its layers, whatever the number of tokens
-    each: float  # further seconds per token
+    fixed: float = 0.0  # where it was measured: seconds of a forward pass through one layer, whatever its tokens
+    each: float = 0.0  # further seconds per token
 
 
 @dataclasses.dataclass(frozen=True)

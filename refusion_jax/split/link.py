@@ -42,7 +42,8 @@ class Link:
         must answer, within `patience` seconds. UserError if it refuses this device, Failure if it cannot be reached.
         """
         self._address, self._tls, self._patience = address, frames.secured(key, is_server=False), patience
-        self._hello, self._codec = frames.Hello(frames.VERSION, stamp, layers, codec, b"", 0), CODECS[codec]
+        self._hello = frames.Hello(frames.VERSION, stamp, layers, codec, session=b"", last=0)
+        self._codec = CODECS[codec]
         self._connection: ssl.SSLSocket | None = None
         self.sent = self.received = 0  # bytes of frames
         self.round_trips = 0  # number of results that were waited for

@@ -83,7 +83,7 @@ class LayerService:
 
     def _serve_session(self, session: DeviceSession, hello: frames.Hello, connection: socket.socket) -> None:
         with session.lock:  # the last connection's work is finished
-            frames.send(connection, frames.Welcome(session.last, 0.0, 0.0))
+            frames.send(connection, frames.Welcome(session.last))
             if session.result and session.result.number > hello.last:
                 frames.send(connection, session.result)
         while True:
