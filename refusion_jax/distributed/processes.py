@@ -63,6 +63,8 @@ def together(peer_seconds: float = 300.0, lost_seconds: int = 60) -> Iterator[No
             code = 1
         sys.stdout.flush()
         sys.stderr.flush()
+        if jax.process_index() == 0:
+            time.sleep(1.0)  # the others, which may be about to say the same, are aborted when their coordinator goes
         # A normal exit would wait minutes for the others, which wait for this process.
         os._exit(EXIT_CODE if isinstance(error, Failure) else code)
 
